@@ -1,0 +1,120 @@
+"""The update rules under study: their settings, and when windows close, select and are published.
+
+Field names and defaults are those of `stallfree.ZenFlowConfig`; the rule itself is docs/update-rule.md. What happens at which
+call is pure arithmetic and is worked out here before a run starts, as tables that the update kernel reads on the device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Method:
+    """One way to update deferred channels. `topk_ratio=1` is synchronous AdamW, whatever the other fields say."""
+
+    name: str
+    topk_ratio: float = 0.1
+    update_interval: int = 4
+    lag: int = 1
+    stagger: bool = True
+    rule: Literal["replay", "mean"] = "replay"
+    lookahead: float | Literal["auto"] = "auto"
+    deferred_lr_scale: float = 1.0
+    full_warm_up_rounds: int = 20
+    warm_up_lookahead: bool = True
+    """False: the weights published inside the warm-up are plain masters. Not a setting of `ZenFlowConfig`, which has True."""
+    select_interval: int = 64
+    score_decay: float = 0.9
+
+    @property
+    def synchronous(self) -> bool:
+        return self.topk_ratio == 1
+
+    @property
+    def slots(self) -> int:
+        """Calls whose gradients must be kept: those of a window, and those collected until it is published."""
+        return 0 if self.synchronous else self.update_interval + self.lag
+
+    def lookahead_at(self, interval: int) -> float:
+        return (interval - 1 + self.lag) / 2 if self.lookahead == "auto" else self.lookahead
+
+
+class Window(NamedTuple):
+    first: int  # the calls it collected
+    last: int
+    due: int  # the call that publishes it
+    lookahead: float
+    selects: bool  # a new selection takes effect at its close
+
+
+def windows_of(method: Method, phase: int, calls: int) -> list[Window]:
+    """A block's windows that close in calls 1..calls. A selection is taken to change something: its window is due at once."""
+    if method.synchronous:
+        return []
+    windows: list[Window] = []
+    interval, first, last_selection = 1, 1, 0
+    for call in range(1, calls + 1):
+        warming, warming_next = call <= method.full_warm_up_rounds, call < method.full_warm_up_rounds
+        if not (warming or call % interval == phase % interval or call - first + 1 >= interval):
+            continue
+        interval = 1 if warming_next else method.update_interval
+        due = call if warming else call + method.lag
+        selects = not warming_next and method.topk_ratio > 0
+        selects = selects and (not last_selection or call - last_selection >= method.select_interval)
+        if selects:
+            last_selection, due = call, min(due, call + 1)
+        plain = warming_next and not method.warm_up_lookahead
+        windows.append(Window(first, call, due, 0.0 if plain else method.lookahead_at(interval), selects))
+        first = call + 1
+    return windows
+
+
+class Schedule:
+    """The windows of all blocks of one run, as tables. The row after the last block belongs to resident parameters: no windows."""
+
+    def __init__(self, method: Method, blocks: int, calls: int, device: torch.device | str = "cpu") -> None:
+        phases = [block % method.update_interval if method.stagger else 0 for block in range(blocks)]
+        self.windows = [windows_of(method, phase, calls) for phase in phases]
+        self.device, self.calls = device, calls
+        due = torch.tensor([1, 0], dtype=torch.int32).repeat(calls + 1, blocks + 1, 0 if method.synchronous else 1, 1)
+        lookahead = torch.zeros(calls + 1, blocks + 1)
+        self.selecting: dict[int, list[int]] = {}  # call -> blocks whose new selection takes effect after it
+        for block, windows in enumerate(self.windows):
+            for window in windows:
+                if window.due <= calls:
+                    due[window.due, block, 0] = torch.tensor(window[:2])
+                    lookahead[window.due, block] = window.lookahead
+                if window.selects:
+                    self.selecting.setdefault(window.last, []).append(block)
+        self.due = due.to(device)
+        """[calls + 1, blocks + 1, 1, 2] int32: first and last call of the window that a call publishes; (1, 0) if none.
+        Synchronous AdamW has no windows: [calls + 1, blocks + 1, 0, 2]."""
+        self.lookahead = lookahead.to(device)
+
+    def publishes_in_its_call(self, call: int) -> bool:
+        """Whether windows that close at this call have lag 0."""
+        return any(w.last == call == w.due for windows in self.windows for w in windows)
+
+    def outstanding(self, call: int) -> Tensor:
+        """[blocks + 1, windows, 2] int32: the closed and the open windows that a flush after this call would apply, in order."""
+        rows = []
+        for windows in self.windows:
+            waiting = [list(w[:2]) for w in windows if w.last <= call < w.due]
+            collected = max((w.last for w in windows if w.last <= call), default=0)
+            rows.append([*waiting, [collected + 1, call]] if windows else [])
+        width = max((len(row) for row in rows), default=0)
+        padded = [row + [[1, 0]] * (width - len(row)) for row in [*rows, []]]
+        return torch.tensor(padded, dtype=torch.int32, device=self.device).reshape(len(padded), width, 2)
+
+
+def learning_rates(peak: float, calls: int, warm_up: int = 20, floor: float = 0.1) -> Tensor:
+    """[calls + 1] float64, entry t for call t: linear warm-up, then a cosine down to `floor` of the peak. Entry 0 is 0."""
+    call = torch.arange(calls + 1, dtype=torch.float64)
+    progress = ((call - warm_up) / max(calls - warm_up, 1)).clamp(0, 1)
+    cosine = floor + (1 - floor) * 0.5 * (1 + torch.cos(torch.pi * progress))
+    return peak * torch.where(call < warm_up, call / max(warm_up, 1), cosine)

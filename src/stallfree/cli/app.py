@@ -1,0 +1,70 @@
+"""The entry point: commands, and how their errors reach the terminal.
+
+Heavy imports (transformers, reasoning-gym) happen inside the commands, so that `--help` answers at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+
+from stallfree.cli.errors import UsageError
+from stallfree.cli.finetune.settings import FinetuneSettings, load_settings
+from stallfree.cli.flags import typer_command
+
+EXIT_USAGE = 2
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+@app.callback()
+def stallfree() -> None:
+    """Train models whose optimizer state does not fit on the GPU, without letting the GPU wait."""
+
+
+def finetune(given: dict[str, Any]) -> None:
+    """Fine-tune a causal language model on a text file, a JSONL file or a built-in task."""
+    from stallfree.cli.finetune.run import finetune as run
+
+    resume, overwrite = given.pop("resume", False), given.pop("overwrite", False)
+    settings = load_settings(given, resume=resume)
+    raise typer.Exit(run(settings, resume=resume, overwrite=overwrite))
+
+
+app.command("finetune")(typer_command(finetune, FinetuneSettings))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code: 0, 2 for a mistake in the input, 128 + n after signal n."""
+    # Nothing is ever fetched: a model or tokenizer is local or it is refused. Read when the libraries are imported.
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return app(arguments, standalone_mode=False) or 0
+    except (UsageError, OSError) as error:
+        if "--debug" in arguments:
+            raise
+        return _report(_sentence(error))
+    except typer.Abort:
+        return 130
+    except Exception as error:
+        if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # a flag that typer refused
+            return _report(error.format_message())
+        raise
+
+
+def _sentence(error: UsageError | OSError) -> str:
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _report(message: str) -> int:
+    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}")
+    return EXIT_USAGE

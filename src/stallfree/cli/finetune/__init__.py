@@ -1,0 +1,1 @@
+"""`stallfree finetune`: data file in, fine-tuned model out."""

@@ -1,0 +1,62 @@
+"""What a person sees while the run goes on: a bar on a terminal, a line now and then elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from stallfree.cli.finetune.evaluation import Evaluation
+
+LINES_PER_RUN = 20  # without a terminal
+
+
+class Display:
+    """The bar with loss, tokens/s, rho and stall; notes and evaluations scroll above it."""
+
+    def __init__(self, steps: int, console: Console) -> None:
+        self.console = console
+        self._steps = steps
+        self._bar = Progress(
+            TextColumn("training"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=steps, numbers="")
+
+    def __enter__(self) -> Display:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def note(self, text: str) -> None:
+        self.console.print(escape(text), soft_wrap=True)  # commands are there to be copied
+
+    def step(self, record: dict[str, Any]) -> None:
+        step, numbers = record["step"], _numbers(record)
+        self._bar.update(self._task, completed=step, numbers=numbers)
+        if not self.console.is_terminal and (step % max(1, self._steps // LINES_PER_RUN) == 0 or step == self._steps):
+            self.note(f"step {step}/{self._steps}  {numbers}")
+
+    def evaluation(self, evaluation: Evaluation, task: str | None) -> None:
+        text = f"[bold]step {evaluation.step}: held-out loss {evaluation.loss:.4f}[/]"
+        if evaluation.score is not None:
+            text += f", {task} score {evaluation.score:.3f} on {evaluation.scored} problems"
+        self.console.print(text, soft_wrap=True)
+
+
+def _numbers(record: dict[str, Any]) -> str:
+    parts = [f"loss {record['loss']:.4f}", f"{record['tokens'] / record['seconds']:,.0f} tok/s"]
+    if "rho" in record:
+        parts.append(f"rho {record['rho']:.3f}")
+    if "stall_ms" in record:
+        parts.append(f"stall {record['stall_ms']:.0f} ms")
+    return "  ".join(parts)

@@ -1,0 +1,45 @@
+"""Ctrl-C and SIGTERM as a request that the loop honours between steps."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Interrupted(Exception):
+    """An evaluation was left because a stop was requested."""
+
+
+class StopRequest:
+    """While entered, the first signal asks for a stop; a second one of the same kind acts as if nobody listened."""
+
+    def __init__(self, announce: Callable[[str], None]) -> None:
+        self._announce = announce
+        self._previous: dict[signal.Signals, Any] = {}
+        self.signal: signal.Signals | None = None
+
+    def __enter__(self) -> StopRequest:
+        self._previous = {number: signal.signal(number, self._request) for number in SIGNALS}
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._restore()
+
+    def check(self) -> None:
+        """Raise Interrupted if a stop was requested."""
+        if self.signal is not None:
+            raise Interrupted
+
+    def _request(self, number: int, frame: FrameType | None) -> None:
+        self.signal = signal.Signals(number)
+        self._restore()
+        self._announce(f"{self.signal.name}: finishing this step, then saving; once more to stop at once, without saving")
+
+    def _restore(self) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous = {}

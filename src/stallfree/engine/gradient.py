@@ -1,0 +1,163 @@
+"""What stands in `.grad` once a gradient has been staged: a handle without memory that still answers for it.
+
+`torch.nn.utils.clip_grad_norm_` skips parameters whose `.grad` is None, in silence. The handle lets unmodified training
+code clip exactly: norms come from the channel sums that staging made, scaling is kept as a factor, and a further backward
+pass adds to what is staged. Whatever it cannot answer raises and names the way out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stallfree.engine.blocks import Weight
+
+aten = torch.ops.aten
+
+
+class Staged:
+    """One weight's gradient of one call: selected rows on the device, deferred rows in a slot."""
+
+    def __init__(self, weight: Weight, call: int, owner: Any) -> None:
+        self.weight, self.call, self._owner = weight, call, owner
+        self.squares: Tensor  # [channels] fp32, before `factor`
+        self.selected: Tensor  # [selected, length], the gradient's dtype
+        self.factor: Tensor | None = None  # what user code multiplied the gradient by since
+        self.zero = False  # zeroed by user code, and nothing added since
+        self.consumed = False  # applied by step(); only zero_grad() may follow
+
+    def norm(self) -> Tensor:
+        """L2 norm of the whole gradient: fp32 scalar on the device."""
+        if self.zero:
+            return torch.zeros((), device=self.weight.param.device)
+        norm = self.squares.sum().sqrt()
+        return norm if self.factor is None else norm * self.factor.abs()
+
+    def scale(self, factor: Tensor | float) -> None:
+        self._owner.check_scalable(self)
+        factor = torch.as_tensor(factor, dtype=torch.float32, device=self.weight.param.device)
+        if factor.numel() != 1:
+            raise RuntimeError(_way_out(self, "scaling by anything but a single number"))
+        factor = factor.reshape(())
+        self.factor = factor.clone() if self.factor is None else self.factor * factor
+
+    def add(self, grad: Tensor) -> None:
+        self._owner.restage(self, grad)
+
+    def clear(self) -> None:
+        self.zero, self.factor = True, None
+
+    def full(self) -> Tensor:
+        return self._owner.full_gradient(self)
+
+
+class StagedGradient(torch.Tensor):
+    """A tensor of the parameter's shape, dtype and device that owns no memory; see the module's docstring."""
+
+    staged: Staged
+
+    @staticmethod
+    def __new__(cls, staged: Staged) -> StagedGradient:
+        param = staged.weight.param
+        handle = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+        )
+        handle.staged = staged
+        return handle
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"StagedGradient({self.staged.weight.name or tuple(self.shape)}, call {self.staged.call})"
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        answer = ANSWERS.get(func)
+        if answer is None:
+            handle = next(arg for arg in _flat(args) + _flat(tuple((kwargs or {}).values())) if isinstance(arg, StagedGradient))
+            raise RuntimeError(_way_out(handle.staged, str(func)))
+        return answer(*args, **(kwargs or {}))
+
+
+def _way_out(staged: Staged, what: str) -> str:
+    name = staged.weight.name or f"a parameter of shape {tuple(staged.weight.param.shape)}"
+    return (
+        f"{what} is not possible on the gradient of {name}: it is staged, with its deferred part in host memory. Norms, clipping "
+        "and scaling by a number work as usual; for the plain tensor call optimizer.full_gradient(param)"
+    )
+
+
+def _flat(args: tuple[Any, ...]) -> list[Any]:
+    return [item for arg in args for item in (arg if isinstance(arg, (list, tuple)) else [arg])]
+
+
+# What a handle can answer
+
+
+def _vector_norm(
+    self: StagedGradient, ord: Any = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    if ord != 2 or dim is not None or keepdim:
+        raise RuntimeError(_way_out(self.staged, f"a norm of order {ord}, or along one dimension,"))
+    norm = self.staged.norm()
+    return norm if dtype is None else norm.to(dtype)
+
+
+def _foreach(one: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+    """Answer a list operation handle by handle, and the plain tensors in the list as usual."""
+
+    def answer(tensors: list[Tensor], second: Any = None, *rest: Any, **kwargs: Any) -> list[Any]:
+        results = []
+        for place, tensor in enumerate(tensors):
+            value = second[place] if isinstance(second, (list, tuple)) else second
+            args = (tensor,) if second is None else (tensor, value)
+            results.append((one if isinstance(tensor, StagedGradient) else plain)(*args, *rest, **kwargs))
+        return results
+
+    return answer
+
+
+def _mul_(self: StagedGradient, other: Tensor | float) -> StagedGradient:
+    self.staged.scale(other)
+    return self
+
+
+def _div_(self: StagedGradient, other: Tensor | float) -> StagedGradient:
+    self.staged.scale(torch.as_tensor(other, dtype=torch.float32).reciprocal())
+    return self
+
+
+def _add_(self: StagedGradient, other: Tensor, *, alpha: float = 1) -> StagedGradient:
+    if alpha != 1:
+        raise RuntimeError(_way_out(self.staged, "adding with a factor"))
+    self.staged.add(other)
+    return self
+
+
+def _zero_(self: StagedGradient) -> StagedGradient:
+    self.staged.clear()
+    return self
+
+
+ANSWERS: dict[Any, Callable[..., Any]] = {
+    aten.linalg_vector_norm.default: _vector_norm,
+    aten._foreach_norm.Scalar: _foreach(_vector_norm, torch.linalg.vector_norm),
+    aten.mul_.Tensor: _mul_,
+    aten.mul_.Scalar: _mul_,
+    aten.div_.Tensor: _div_,
+    aten.div_.Scalar: _div_,
+    aten._foreach_mul_.Scalar: _foreach(_mul_, torch.Tensor.mul_),
+    aten._foreach_mul_.Tensor: _foreach(_mul_, torch.Tensor.mul_),
+    aten._foreach_mul_.ScalarList: _foreach(_mul_, torch.Tensor.mul_),
+    aten._foreach_div_.Scalar: _foreach(_div_, torch.Tensor.div_),
+    aten._foreach_div_.Tensor: _foreach(_div_, torch.Tensor.div_),
+    aten._foreach_div_.ScalarList: _foreach(_div_, torch.Tensor.div_),
+    aten.add_.Tensor: _add_,  # what another backward pass calls
+    aten.zero_.default: _zero_,
+    aten._foreach_zero_.default: _foreach(_zero_, torch.Tensor.zero_),
+    aten.detach.default: lambda self: StagedGradient(self.staged),
+    aten.detach_.default: lambda self: self,
+}

@@ -1,0 +1,82 @@
+"""What closes, selects and is due at call t: pure arithmetic on integers, the same on every machine and at any speed.
+
+Calls of `step()` are counted from 1, skipped ones included, because the launching thread cannot know what the device decided.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from stallfree.config import ZenFlowConfig
+
+MIN_WARM_UP = 4  # calls, for full_warm_up_rounds="auto"
+
+
+@dataclass
+class Clock:
+    """The calls so far and the length of the warm-up."""
+
+    interval: int  # S, which a block adopts at its next close
+    warm_up: int | None  # the last call of the warm-up; None: the learning rate still rises
+    call: int = 0
+    last_lr: float = float("-inf")
+
+    @classmethod
+    def of(cls, config: ZenFlowConfig) -> Clock:
+        return cls(config.initial_interval, None if config.full_warm_up_rounds == "auto" else config.full_warm_up_rounds)
+
+    def tick(self, lr: float) -> None:
+        """Begin the next call, whose largest learning rate is lr."""
+        self.call += 1
+        if self.warm_up is None:
+            if self.call >= MIN_WARM_UP and lr <= self.last_lr:
+                self.warm_up = self.call
+            self.last_lr = lr
+
+    @property
+    def warming(self) -> bool:
+        """Whether this call has S=1 and lag 0."""
+        return self.warm_up is None or self.call <= self.warm_up
+
+    @property
+    def warming_next(self) -> bool:
+        return self.warm_up is None or self.call < self.warm_up
+
+
+@dataclass
+class BlockSchedule:
+    """Where one block stands in its window."""
+
+    phase: int
+    interval: int = 1  # the window that is open
+    collected: int = 0  # calls in it
+    last_selection: int = 0  # the call of the last selection; 0: none yet
+
+    def collect(self) -> None:
+        self.collected += 1
+
+    def closes(self, clock: Clock) -> bool:
+        on_phase = clock.call % self.interval == self.phase % self.interval
+        return clock.warming or on_phase or self.collected >= self.interval
+
+    def close(self, clock: Clock, lag: int) -> int:
+        """Close the window after this call and adopt S; returns the call in which it is due."""
+        self.collected = 0
+        self.interval = 1 if clock.warming_next else clock.interval
+        return clock.call + (0 if clock.warming else lag)
+
+    def wants_selection(self, clock: Clock, select_interval: int) -> bool:
+        """Whether a new selection takes effect at this close."""
+        if clock.warming_next:
+            return False
+        return not self.last_selection or clock.call - self.last_selection >= select_interval
+
+
+def slots_needed(config: ZenFlowConfig) -> int:
+    """Slots of a block: those of a window, and those collected until it is published."""
+    return config.max_update_interval + config.lag
+
+
+def slot_index(call: int, config: ZenFlowConfig) -> int:
+    """The slot of a call: a pure function, so that reuse is known in advance."""
+    return call % slots_needed(config)

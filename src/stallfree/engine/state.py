@@ -1,0 +1,302 @@
+"""The optimizer's state as torch sees it: parameter-shaped views of the host arrays, and what is in flight.
+
+Everything lives in `state[p]`, so that whatever carries per-parameter state carries all of it. Nothing is copied on export: the
+rows of selected channels are filled into the room that the host arrays keep for them.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stallfree.engine.device import Handover, ResidentState, Split
+from stallfree.engine.pipeline import Engine
+from stallfree.engine.weights import notice_writes
+from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, written
+from stallfree.kernels.device import Hyper
+
+VERSION = 1
+# Settings that a run cannot change between saving and loading.
+FIXED = ("topk_ratio", "rule", "lag", "max_update_interval", "moments_dtype", "update_in_backward")
+
+
+def populate(engine: Engine, into: dict[nn.Parameter, dict[str, Any]]) -> None:
+    """Views of the live state, there from construction on."""
+    for param, state in engine.weights.items():
+        into[param] = {name: state.weight.shaped(getattr(state.host, name)) for name in ("master", "exp_avg", "exp_avg_sq")}
+        into[param]["step"] = state.host.steps
+    for param, resident in engine.residents.items():
+        into[param] = {name: getattr(resident, name).view(resident.shape) for name in ("master", "exp_avg", "exp_avg_sq")}
+        into[param]["step"] = resident.steps
+
+
+# Export
+
+
+@torch.no_grad()
+def export(engine: Engine, into: dict[nn.Parameter, dict[str, Any]]) -> None:
+    """Bring `state[p]` up to date. Waits for host work under way; changes nothing that training can see."""
+    engine.check_usable()
+    engine.refuse_early("state_dict()")
+    notice_writes(engine)
+    clock = {
+        "call": engine.clock.call,
+        "interval": engine.clock.interval,
+        "warm_up": engine.clock.warm_up,
+        "last_lr": engine.clock.last_lr,
+    }
+    header = {"version": VERSION, "config": {name: getattr(engine.config, name) for name in FIXED}, "clock": clock}
+    if engine.clock.call == 0:  # nothing has happened: weights and settings say it all
+        for param in (*engine.weights, *engine.residents):
+            into[param] = dict(header)
+        return
+    populate(engine, into)
+    for param in engine.residents:
+        into[param].update(header)
+    for block in engine.blocks:
+        for window in block.queue:
+            for job in window.jobs:
+                job.result()
+        for place, state in enumerate(block.weights):
+            into[state.weight.param].update(header | _export_weight(block, place, state))
+
+
+def _export_weight(block: BlockState, place: int, state: WeightState) -> dict[str, Any]:
+    half, host = state.selected, state.host
+    held = half.installed.selected.to("cpu")
+    for ours, theirs in (
+        (half.master, host.master),
+        (half.exp_avg, host.exp_avg),
+        (half.exp_avg_sq, host.exp_avg_sq),
+        (half.steps, host.steps),
+    ):
+        if held.numel():
+            theirs[held] = ours.to("cpu", theirs.dtype)
+    exported: dict[str, Any] = {
+        "published": state.weight.param.detach(),
+        "score": half.score,
+        "channel_dim": state.weight.channel_dim,
+        "selected": half.installed.selected,
+        "schedule": {
+            "phase": block.schedule.phase,
+            "interval": block.schedule.interval,
+            "collected": block.schedule.collected,
+            "last_selection": block.schedule.last_selection,
+        },
+        "passes": state.passes_expected,
+        "slots": [_export_slot(collected, place, state) for collected in block.open],
+        "windows": [_export_window(window, place, state) for window in block.queue],
+    }
+    if (
+        half.installed.selected.numel() and host.exp_avg.dtype != torch.float32
+    ):  # the host's room would round the device's moments
+        exported["selected_moments"] = torch.stack((half.exp_avg, half.exp_avg_sq))
+    if half.handover is not None:
+        exported["handover"] = {"selected": half.handover.split.selected, "moved": half.handover.moved}
+    return exported
+
+
+def _export_slot(collected: CollectedCall, place: int, state: WeightState) -> dict[str, Any]:
+    hyper = collected.hypers[place]
+    slot: dict[str, Any] = {"call": collected.call, "hyper": None if hyper is None else list(hyper)}
+    if hyper is not None:
+        state.slots.wait(collected.call)
+        slot["skipped"] = collected.record.skipped
+        slot["factor"] = collected.record.factor(state.weight.key)
+        slot["grad"] = state.slots.rows(collected.call, len(state.selected.split.deferred))
+    return slot
+
+
+def _export_window(window: Window, place: int, state: WeightState) -> dict[str, Any]:
+    first = window.calls[0].call
+    return {
+        "due": window.due,
+        "call": first,
+        "deferred": window.deferred[place],
+        "published": state.slots.rows(first, len(window.deferred[place])),
+        "hands_over": window.hands_over,
+        "dropped": place in window.dropped,
+    }
+
+
+# Load
+
+
+@torch.no_grad()
+def load(engine: Engine, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
+    """Check everything, then take it over."""
+    engine.check_usable()
+    params = _match(engine, groups, state_dict)
+    for block in engine.blocks:  # what is under way belongs to the state that is given up
+        for window in block.queue:
+            for job in window.jobs:
+                job.result()
+    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
+        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
+    clock = next(iter(params.values()))["clock"]
+    engine.clock.call, engine.clock.interval = clock["call"], clock["interval"]
+    engine.clock.warm_up, engine.clock.last_lr = clock["warm_up"], clock["last_lr"]
+    for param, resident in engine.residents.items():
+        if param in params:
+            _load_resident(resident, params[param])
+            engine.resident_seen[param] = written(param)
+    for block in engine.blocks:
+        _load_block(engine, block, params)
+
+
+def _match(engine: Engine, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any]]:
+    """Pair saved state with parameters; refuse what does not fit."""
+    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
+        raise ValueError("this is no optimizer state_dict: it lacks 'state' or 'param_groups'")
+    saved_groups = state_dict["param_groups"]
+    counts, saved_counts = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved_groups]
+    if counts != saved_counts:
+        raise ValueError(
+            f"the state_dict is of another model: its groups hold {saved_counts} parameters, this optimizer's {counts}"
+        )
+    names = [group.get("param_names") for group in groups]
+    for ours, saved in zip(names, (group.get("param_names") for group in saved_groups), strict=True):
+        if ours and saved and ours != saved:
+            other = next((a, b) for a, b in zip(ours, saved, strict=True) if a != b)
+            raise ValueError(f"the state_dict is of another model: where this one has {other[0]}, it has {other[1]}")
+    pairs: dict[nn.Parameter, dict[str, Any]] = {}
+    for group, saved in zip(groups, saved_groups, strict=True):
+        for param, index in zip(group["params"], saved["params"], strict=True):
+            if param in engine.weights or param in engine.residents:
+                if index not in state_dict["state"]:
+                    raise ValueError(
+                        f"the state_dict has no state for parameter {index} of shape {tuple(param.shape)}, which trains here"
+                    )
+                pairs[param] = state_dict["state"][index]
+    for param, saved in pairs.items():
+        _check_entry(engine, param, saved)
+    return pairs
+
+
+def _check_entry(engine: Engine, param: nn.Parameter, saved: dict[str, Any]) -> None:
+    state = engine.weights.get(param)
+    label = (
+        state.weight.name if state else engine.residents[param].resident.name
+    ) or f"a parameter of shape {tuple(param.shape)}"
+    if "version" not in saved or "clock" not in saved:
+        raise ValueError(f"the state of {label} was not saved by ZenFlowAdamW")
+    if saved["version"] != VERSION:
+        raise ValueError(f"the state_dict has format {saved['version']}, this version reads format {VERSION}")
+    for name in FIXED:
+        ours, theirs = getattr(engine.config, name), saved["config"][name]
+        if ours != theirs:
+            raise ValueError(
+                f"the state_dict was saved with {name}={theirs!r}, this optimizer has {name}={ours!r}; use the same setting"
+            )
+    if saved["clock"]["call"] == 0:
+        return
+    if "master" not in saved or saved["master"].shape != param.shape:
+        shape = tuple(saved["master"].shape) if "master" in saved else None
+        raise ValueError(f"the state_dict is of another model: {label} has shape {tuple(param.shape)}, its state {shape}")
+    if ("selected" in saved) != (state is not None):
+        raise ValueError(
+            f"{label} is resident on one side only: use the same min_numel and topk_ratio as when the state was saved"
+        )
+    if state is not None and saved["channel_dim"] != state.weight.channel_dim:
+        raise ValueError(f"{label} was saved with channel_dim={saved['channel_dim']}, here it is {state.weight.channel_dim}")
+
+
+def _load_resident(resident: ResidentState, saved: dict[str, Any]) -> None:
+    if "master" not in saved:
+        resident.reset()
+        return
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        getattr(resident, name).copy_(saved[name].reshape(1, -1))
+    resident.steps.copy_(saved["step"])
+    resident.show()
+
+
+def _load_block(engine: Engine, block: BlockState, params: dict[nn.Parameter, dict[str, Any]]) -> None:
+    block.open, block.queue = [], []
+    entries = [params[state.weight.param] for state in block.weights]
+    for state, saved in zip(block.weights, entries, strict=True):
+        _load_weight(state, saved)
+    if "schedule" not in entries[0]:
+        block.schedule = type(block.schedule)(block.block.phase)
+        return
+    schedule = entries[0]["schedule"]
+    block.schedule = type(block.schedule)(
+        schedule["phase"], schedule["interval"], schedule["collected"], schedule["last_selection"]
+    )
+    for slots in zip(*(saved["slots"] for saved in entries), strict=True):
+        block.open.append(_load_call(engine, block, slots))
+    for parts in zip(*(saved["windows"] for saved in entries), strict=True):
+        block.queue.append(_load_window(engine, block, parts))
+
+
+def _load_weight(state: WeightState, saved: dict[str, Any]) -> None:
+    half, host = state.selected, state.host
+    device = state.weight.param.device
+    state.staged, state.passes_seen, state.early = None, 0, None
+    half.handover, half.retention = None, None
+    if "master" not in saved:
+        state.reset()
+        return
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        getattr(host, name).copy_(state.weight.rows_of(saved[name]))
+    host.steps.copy_(saved["step"])
+    half.score.copy_(saved["score"])
+    half.installed = _split(saved["selected"].to(device), state)
+    held = half.installed.selected.to("cpu")
+    if held.numel():
+        for ours, theirs in (
+            (half.master, host.master),
+            (half.exp_avg, host.exp_avg),
+            (half.exp_avg_sq, host.exp_avg_sq),
+            (half.steps, host.steps),
+        ):
+            ours.copy_(theirs[held])
+        if "selected_moments" in saved:
+            half.exp_avg.copy_(saved["selected_moments"][0])
+            half.exp_avg_sq.copy_(saved["selected_moments"][1])
+    if "handover" in saved:
+        half.handover = Handover(_split(saved["handover"]["selected"].to(device), state), saved["handover"]["moved"].to(device))
+    host.deferred = half.installed.deferred.to("cpu")
+    state.passes_expected = saved["passes"]
+    state.weight.param.copy_(saved["published"])
+    state.seen, state.restored = written(state.weight.param), saved["published"].to("cpu", copy=True)
+
+
+def _split(selected: Tensor, state: WeightState) -> Split:
+    rest = torch.ones(state.weight.channels, dtype=torch.bool, device=selected.device)
+    rest[selected] = False
+    return Split(selected, rest.nonzero().flatten())
+
+
+def _load_call(engine: Engine, block: BlockState, slots: tuple[dict[str, Any], ...]) -> CollectedCall:
+    values = torch.ones(1 + len(engine.weights))
+    values[0] = any(slot.get("skipped", False) for slot in slots)
+    for state, slot in zip(block.weights, slots, strict=True):
+        if slot["hyper"] is not None:
+            values[1 + state.weight.key] = slot["factor"]
+            state.slots.rows(slot["call"], len(slot["grad"])).copy_(slot["grad"])
+    record = CallRecord(values, lambda: None)
+    return CollectedCall(
+        slots[0]["call"], record, tuple(None if slot["hyper"] is None else Hyper(*slot["hyper"]) for slot in slots)
+    )
+
+
+def _load_window(engine: Engine, block: BlockState, parts: tuple[dict[str, Any], ...]) -> Window:
+    first = parts[0]["call"]
+    for state, part in zip(block.weights, parts, strict=True):
+        state.slots.rows(first, len(part["published"])).copy_(part["published"])
+    done: Future[None] = Future()
+    done.set_result(None)
+    record = CallRecord(torch.ones(1), lambda: None)
+    return Window(
+        calls=[CollectedCall(first, record, (None,) * len(parts))],
+        due=parts[0]["due"],
+        lookahead=0.0,
+        deferred=[part["deferred"].to(engine.device) for part in parts],
+        hands_over=parts[0]["hands_over"],
+        jobs=[done] * len(parts),
+        dropped={place for place, part in enumerate(parts) if part["dropped"]},
+    )

@@ -1,0 +1,246 @@
+// The driver: checks a job, turns hyperparameters into fp32 constants, cuts the work and shares it among threads.
+#include "replay.h"
+
+#include <xmmintrin.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <vector>
+
+#include "plan.h"
+#include "pool.h"
+
+struct stallfree_pool {
+  stallfree_pool(int32_t threads, const int32_t* cores, const stallfree::Table& table) : threads(threads, cores), table(table) {}
+
+  stallfree::Pool threads;
+  const stallfree::Table& table;
+  std::mutex one_job;
+};
+
+namespace stallfree {
+namespace {
+
+// Below this a thread's share is not worth waking it for (about 10 microseconds of work).
+constexpr int64_t kMinChunk = 16 * 1024;
+// Above it a chunk only makes the last thread late.
+constexpr int64_t kMaxChunk = 256 * 1024;
+// Chunks start on a cache line of every array when rows do.
+constexpr int64_t kChunkAlign = 64;
+
+// The finalizer of splitmix64.
+uint64_t mix(uint64_t x) {
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+Step adamw_step(const stallfree_slot& slot, double factor, int64_t n) {
+  const double correction1 = 1.0 - std::pow(slot.beta1, static_cast<double>(n));
+  const double correction2 = 1.0 - std::pow(slot.beta2, static_cast<double>(n));
+  Step step;
+  step.beta1 = static_cast<float>(slot.beta1);
+  step.grad_scale = static_cast<float>((1.0 - slot.beta1) * factor);
+  step.beta2 = static_cast<float>(slot.beta2);
+  step.square_scale = static_cast<float>(std::sqrt(1.0 - slot.beta2) * factor);
+  step.root_scale = static_cast<float>(1.0 / std::sqrt(correction2));
+  step.eps = static_cast<float>(slot.eps);
+  step.decay = static_cast<float>(1.0 - slot.lr * slot.weight_decay);
+  step.step = static_cast<float>(slot.lr / correction1);
+  return step;
+}
+
+// torch leaves denormals on and rounds to nearest; the calling thread may have set something else (torch.set_flush_denormal).
+class DefaultFloatingPoint {
+ public:
+#if defined(__x86_64__)
+  DefaultFloatingPoint() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80); }
+  ~DefaultFloatingPoint() { _mm_setcsr(saved_); }
+
+ private:
+  unsigned saved_;
+#endif
+};
+
+class Window {
+ public:
+  Window(const stallfree_job& job, RunSegment run_segment, int participants)
+      : job_(job), run_segment_(run_segment), step_count_(job.rule == STALLFREE_MEAN ? std::min(job.slot_count, 1) : job.slot_count) {
+    for (int32_t k = 0; k < job.slot_count; ++k) {
+      grads_.push_back(job.slots[k].grad);
+      factors_.push_back(static_cast<float>(job.slots[k].factor));
+    }
+    // Threads write into memory that exists already: they cannot fail.
+    steps_.resize(static_cast<size_t>(participants) * step_count_);
+    plan_ = {job.master, job.exp_avg, job.exp_avg_sq, grads_.data(), factors_.data(), job.out, job.slot_count, job.out_dtype,
+             job.rule == STALLFREE_MEAN, job.commit && job.slot_count > 0};
+    const int64_t share = elements() / (8 * participants);
+    chunk_ = std::clamp((share + kChunkAlign - 1) / kChunkAlign * kChunkAlign, kMinChunk, kMaxChunk);
+  }
+
+  int64_t elements() const { return job_.row_count * job_.length; }
+
+  int participants(int threads) const { return static_cast<int>(std::clamp<int64_t>((elements() + chunk_ - 1) / chunk_, 1, threads)); }
+
+  void work(int worker) {
+    const DefaultFloatingPoint scope;
+    Step* steps = steps_.data() + static_cast<size_t>(worker) * step_count_;
+    for (;;) {
+      const int64_t begin = next_.fetch_add(chunk_, std::memory_order_relaxed);
+      if (begin >= elements()) return;
+      run(begin, std::min(begin + chunk_, elements()), steps);
+    }
+  }
+
+  // The step counts advance last: threads that share a channel all read the old one.
+  void advance_steps() const {
+    if (!plan_.commit || !job_.length) return;
+    for (int64_t i = 0; i < job_.row_count; ++i) job_.steps[job_.rows[i]] += step_count_;
+  }
+
+ private:
+  // Elements [begin, end) of the window's rows, laid end to end.
+  void run(int64_t begin, int64_t end, Step* steps) const {
+    Segment segment = {};
+    segment.steps = steps;
+    segment.step_count = step_count_;
+    int64_t known = -1;  // the step count `steps` was made for
+    while (begin < end) {
+      const int64_t first = begin / job_.length;
+      const int64_t taken = job_.steps[job_.rows[first]];
+      int64_t last = first;  // neighbouring channels with the same step count are one run of memory
+      while ((last + 1) * job_.length < end && job_.rows[last + 1] == job_.rows[last] + 1 && job_.steps[job_.rows[last + 1]] == taken) ++last;
+      if (taken != known) set_steps(known = taken, steps, segment);
+      segment.grad = begin;
+      segment.state = job_.rows[first] * job_.length + begin % job_.length;
+      segment.count = std::min(end, (last + 1) * job_.length) - begin;
+      // A stream of random bits covers 2^32 elements.
+      segment.count = std::min(segment.count, (segment.state | 0xffffffff) + 1 - segment.state);
+      const uint64_t n = static_cast<uint64_t>(taken + step_count_);
+      const uint64_t stream = mix(mix(job_.key) ^ (n << 32 | static_cast<uint64_t>(segment.state) >> 32));
+      segment.stream0 = static_cast<uint32_t>(stream);
+      segment.stream1 = static_cast<uint32_t>(stream >> 32);
+      run_segment_(plan_, segment);
+      begin += segment.count;
+    }
+  }
+
+  void set_steps(int64_t taken, Step* steps, Segment& segment) const {
+    if (!step_count_) return;
+    const stallfree_slot& last = job_.slots[job_.slot_count - 1];
+    if (plan_.mean) {
+      steps[0] = adamw_step(last, 1.0 / job_.slot_count, taken + 1);
+    } else {
+      for (int32_t k = 0; k < step_count_; ++k) steps[k] = adamw_step(job_.slots[k], job_.slots[k].factor, taken + k + 1);
+    }
+    segment.ahead = static_cast<float>(job_.lookahead * last.lr / (1.0 - std::pow(last.beta1, static_cast<double>(taken + step_count_))));
+  }
+
+  const stallfree_job& job_;
+  const RunSegment run_segment_;
+  const int32_t step_count_;
+  std::vector<const void*> grads_;
+  std::vector<float> factors_;
+  std::vector<Step> steps_;
+  Plan plan_;
+  int64_t chunk_;
+  std::atomic<int64_t> next_{0};
+};
+
+int32_t check(const stallfree_job& job) {
+  const int32_t most = INT32_MAX - job.slot_count;
+  for (int64_t i = 0; i < job.row_count; ++i) {
+    const int64_t row = job.rows[i];
+    if (row < 0 || row >= job.channels || (i && row <= job.rows[i - 1])) return STALLFREE_BAD_ROWS;
+    if (job.steps[row] < 0 || job.steps[row] > most) return STALLFREE_STEPS_OVERFLOW;
+  }
+  return STALLFREE_OK;
+}
+
+const Table* table_for(int32_t isa) {
+#if defined(__x86_64__)
+  if (isa == STALLFREE_AVX512) return &avx512_table;
+  if (isa == STALLFREE_AVX2) return &avx2_table;
+#endif
+  return &portable_table;
+}
+
+bool supported(int32_t isa) {
+  if (isa == STALLFREE_PORTABLE) return true;
+#if defined(__x86_64__)
+  if (isa == STALLFREE_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (isa == STALLFREE_AVX512) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vl");
+  }
+#endif
+  return false;
+}
+
+}  // namespace
+}  // namespace stallfree
+
+extern "C" {
+
+int32_t stallfree_abi_version(void) { return STALLFREE_ABI_VERSION; }
+
+int32_t stallfree_best_isa(void) {
+  for (int32_t isa : {STALLFREE_AVX512, STALLFREE_AVX2}) {
+    if (stallfree::supported(isa)) return isa;
+  }
+  return STALLFREE_PORTABLE;
+}
+
+int32_t stallfree_pool_create(int32_t threads, const int32_t* cores, int32_t isa, stallfree_pool** pool) {
+  if (!stallfree::supported(isa)) return STALLFREE_ISA_UNSUPPORTED;
+  try {
+    *pool = new stallfree_pool(threads, cores, *stallfree::table_for(isa));
+  } catch (const stallfree::Pool::CannotPin&) {
+    return STALLFREE_CANNOT_PIN;
+  } catch (const std::system_error&) {
+    return STALLFREE_NO_THREADS;
+  } catch (const std::bad_alloc&) {
+    return STALLFREE_OUT_OF_MEMORY;
+  }
+  return STALLFREE_OK;
+}
+
+void stallfree_pool_destroy(stallfree_pool* pool) {
+  // In a forked child there is no thread to join, and ending the pool without joining ends the process: leave it to the exit.
+  if (pool->threads.usable()) delete pool;
+}
+
+int32_t stallfree_replay(stallfree_pool* pool, const stallfree_job* job) {
+  if (!pool->threads.usable()) return STALLFREE_FORKED;
+  if (const int32_t status = stallfree::check(*job)) return status;
+  try {
+    stallfree::Window window(*job, pool->table[job->grad_dtype][job->moment_dtype], pool->threads.threads());
+    const std::lock_guard<std::mutex> lock(pool->one_job);
+    pool->threads.run([](void* context, int worker) { static_cast<stallfree::Window*>(context)->work(worker); }, &window,
+                      window.participants(pool->threads.threads()));
+    window.advance_steps();
+  } catch (const std::bad_alloc&) {
+    return STALLFREE_OUT_OF_MEMORY;
+  }
+  return STALLFREE_OK;
+}
+
+const char* stallfree_message(int32_t status) {
+  switch (status) {
+    case STALLFREE_OK: return "no error";
+    case STALLFREE_BAD_ROWS: return "rows must be strictly ascending and lie in [0, channels)";
+    case STALLFREE_STEPS_OVERFLOW: return "a channel's step count is negative or would pass 2^31 - 1";
+    case STALLFREE_FORKED: return "the kernel was created before a fork and its threads do not exist in this process: create one here";
+    case STALLFREE_ISA_UNSUPPORTED: return "this processor or this build does not have the instruction set asked for";
+    case STALLFREE_NO_THREADS: return "the system refused to start a thread";
+    case STALLFREE_CANNOT_PIN: return "the system refused to bind a thread to one of the cores asked for";
+    case STALLFREE_OUT_OF_MEMORY: return "out of memory";
+    default: return "unknown status";
+  }
+}
+
+}  // extern "C"

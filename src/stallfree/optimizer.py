@@ -1,0 +1,245 @@
+"""ZenFlowAdamW: the optimizer people hold. It reads param_groups and speaks torch's protocol; the engine does the work."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from stallfree import planner
+from stallfree.config import ZenFlowConfig
+from stallfree.engine import state, weights
+from stallfree.engine.blocks import check_parameters
+from stallfree.engine.gradient import StagedGradient
+from stallfree.engine.pipeline import Engine, Hypers
+from stallfree.kernels.device import Hyper
+from stallfree.telemetry.meter import mean_by_kind
+
+
+class ZenFlowAdamW(torch.optim.Optimizer):
+    """AdamW whose state lives in host memory, updated beside training.
+
+    Important channels of each weight are updated on the device at every step; the others on the host, each gradient with its own
+    AdamW step, visible at most `update_interval + lag - 1` steps late (ZenFlow, arXiv 2505.12242; docs/update-rule.md).
+
+    Args:
+        params: parameters, named parameters (recommended: names tell embeddings from linear weights) or param groups.
+        lr, betas, eps, weight_decay: as in torch.optim.AdamW; per group, read at every step, so that any scheduler works.
+        config: settings; or pass them as keywords (`ZenFlowAdamW(params, preset="zero-offload")`). Keywords win.
+
+    Raises:
+        ValueError, TypeError: for settings or parameters it cannot train, before anything is allocated.
+        MemoryError: if the host state does not fit, with a table of what it needs.
+
+    >>> model = nn.Linear(8, 8)
+    >>> optimizer = ZenFlowAdamW(model.named_parameters(), lr=1e-3)
+    >>> model(torch.ones(1, 8)).sum().backward()
+    >>> optimizer.step()
+    >>> optimizer.flush()
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        config: ZenFlowConfig | None = None,
+        **overrides: Any,
+    ) -> None:
+        if config is None:
+            config = ZenFlowConfig.from_dict(overrides)
+        elif not isinstance(config, ZenFlowConfig):
+            raise TypeError(
+                f"config must be a ZenFlowConfig, not {type(config).__name__}; for a dict: ZenFlowConfig.from_dict(...)"
+            )
+        elif overrides:
+            config = config.replace(**overrides)
+        self.config = config
+        self._engine: Engine | None = None
+        groups = _as_groups(params)
+        super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
+        named = self._named(self.param_groups)
+        if not named:
+            raise ValueError("all parameters are frozen (requires_grad is False): there is nothing to train")
+        _refuse_plain_ranks()
+        planner.check_fits(planner.plan(named, config))
+        this = weakref.ref(self)
+
+        def read_hypers() -> Hypers:
+            optimizer = this()
+            assert optimizer is not None, "the engine outlived its optimizer"
+            return {param: hyper for group in optimizer.param_groups for hyper in [_hyper(group)] for param in group["params"]}
+
+        self._engine = Engine(named, config, read_hypers)
+        state.populate(self._engine, self.state)
+        self._finalizer = weakref.finalize(self, self._engine.close)
+
+    @property
+    def engine(self) -> Engine:
+        assert self._engine is not None
+        return self._engine
+
+    # torch's protocol
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One call of the update rule on the gradients in `.grad`. Returns the closure's loss, if one is given."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.engine.step()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Also during training: the new parameters begin with a window of their own, and are selected at its close."""
+        group = dict(param_group)
+        if isinstance(group.get("params"), Tensor):
+            group["params"] = [group["params"]]
+        group["params"] = list(group["params"])
+        present = [(_name(group, place), param) for place, param in enumerate(group["params"])]
+        present = [(name, param) if isinstance(param, Tensor) else param for name, param in present]
+        check_parameters(self._named(self.param_groups, frozen=True) + present)
+        _hyper(dict(self.defaults) | group)
+        super().add_param_group(group)
+        if self._engine is not None:
+            named = self._named(self.param_groups[-1:])
+            planner.check_fits(planner.plan(named, self.config))
+            self.engine.adopt(named)
+            state.populate(self.engine, self.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything: both halves, selection, slots in flight, schedule. Tensors are shared with the optimizer, as in torch:
+        save or copy them before the next step. Neither flushes nor changes training."""
+        state.export(self.engine, self.state)
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue exactly where `state_dict` was taken. Also writes the weights that training had at that moment."""
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = hook(self, state_dict) or state_dict
+        state.load(self.engine, self.param_groups, state_dict)
+        state.populate(self.engine, self.state)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # Beyond torch's protocol
+
+    def flush(self) -> None:
+        """Apply every gradient so far and publish plain weights: afterwards the model holds exactly what AdamW gives."""
+        weights.flush(self.engine)
+
+    def exact_weights(self) -> AbstractContextManager[None]:
+        """For evaluation: inside, the model holds the weights `flush()` would give; afterwards training's, bit for bit."""
+        return weights.exact_weights(self.engine)
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """As torch.nn.utils.clip_grad_norm_ over all parameters; returns the norm before clipping."""
+        return nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], max_norm)
+
+    def full_gradient(self, param: nn.Parameter) -> Tensor | None:
+        """The plain gradient between backward and step(), on the device; `.grad` of a staged one is a handle without memory."""
+        grad = param.grad
+        return grad.staged.full() if isinstance(grad, StagedGradient) else grad
+
+    def set_update_interval(self, interval: int) -> None:
+        """Change S; each block adopts it when its window closes."""
+        if isinstance(interval, bool) or not isinstance(interval, int) or not 1 <= interval <= self.config.max_update_interval:
+            raise ValueError(
+                f"update_interval must be a whole number from 1 to max_update_interval ({self.config.max_update_interval}, fixed at "
+                f"construction); got {interval!r}"
+            )
+        self.engine.clock.interval = interval
+
+    def metrics(self) -> dict[str, Any]:
+        """Numbers of the last step; waits for the device. rho: share of squared gradient norm in deferred channels.
+        retention: share of a selection that the last one kept. Times in ms, sizes in bytes."""
+        engine = self.engine
+        retention, by_kind = mean_by_kind([(w.weight.kind, w.selected.retention) for w in engine.weights.values()])
+        return {
+            "call": engine.clock.call,
+            "interval": engine.clock.interval,
+            "warming_up": engine.clock.warming,
+            "host_bytes": sum(w.host.nbytes + w.slots.nbytes for w in engine.weights.values()),
+            "device_bytes": sum(w.selected.nbytes for w in engine.weights.values())
+            + sum(12 * p.numel() for p in engine.residents),
+            **engine.meter.report(),
+            "retention": retention,
+            "retention_by_kind": by_kind,
+        }
+
+    def close(self) -> None:
+        """End the threads, free the slots, remove the hooks from the model. Happens by itself when the optimizer is deleted."""
+        self._finalizer()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError("ZenFlowAdamW cannot be pickled or copied: it owns threads; use state_dict() and load_state_dict()")
+
+    def _named(self, groups: list[dict[str, Any]], frozen: bool = False) -> list[tuple[str, nn.Parameter]]:
+        return [
+            (_name(group, place), param)
+            for group in groups
+            for place, param in enumerate(group["params"])
+            if frozen or param.requires_grad
+        ]
+
+
+def _name(group: dict[str, Any], place: int) -> str:
+    return group["param_names"][place] if "param_names" in group else ""
+
+
+def _as_groups(params: Iterable[Any]) -> list[Any]:
+    if isinstance(params, nn.Module):
+        raise TypeError("pass model.named_parameters(), not the model itself")
+    if isinstance(params, Tensor):
+        raise TypeError(
+            "params must be an iterable of parameters, named parameters or groups, not one tensor: wrap it in a list"
+        )
+    groups = list(params)
+    if not groups or (isinstance(groups[0], dict) and not any(list(_peek(group)) for group in groups)):
+        raise ValueError("no parameters to optimize: the list is empty")
+    return groups
+
+
+def _peek(group: dict[str, Any]) -> list[Any]:
+    """The parameters of a group, made a list in place so that an iterator is not used up."""
+    params = group["params"]
+    group["params"] = [params] if isinstance(params, Tensor) else list(params)
+    return group["params"]
+
+
+def _hyper(group: dict[str, Any]) -> Hyper:
+    """A group's settings as plain numbers, checked."""
+    for option in ("amsgrad", "maximize"):
+        if group.get(option):
+            raise ValueError(f"{option} is not supported: the update is torch.optim.AdamW's without it")
+    lr = group["lr"]
+    if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        raise ValueError(
+            "lr is a tensor on the GPU, and reading it would make the training thread wait; use a number or a CPU tensor"
+        )
+    beta1, beta2 = (float(beta) for beta in group["betas"])
+    hyper = Hyper(float(lr), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
+    for name, value in zip(("lr", "eps", "weight_decay"), (hyper.lr, hyper.eps, hyper.weight_decay), strict=True):
+        if not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"{name} must be a finite number, at least 0; got {value}")
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        raise ValueError(f"betas must be from 0 to below 1; got {group['betas']}")
+    return hyper
+
+
+def _refuse_plain_ranks() -> None:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        raise RuntimeError(
+            "plain (unsharded) parameters in a job of several processes: DistributedDataParallel would keep a full copy of the host "
+            "state on every rank. Shard the model with torch.distributed.fsdp.fully_shard; this version trains one process only"
+        )

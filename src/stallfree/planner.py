@@ -1,0 +1,91 @@
+"""What a model will need in host and device memory, from shapes and settings, before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from stallfree.config import ZenFlowConfig
+from stallfree.engine.blocks import classify
+from stallfree.engine.schedule import slots_needed
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Bytes by place and purpose, beyond weights and gradients."""
+
+    weights: int  # parameters split by channels, elements
+    residents: int  # parameters updated whole on the device, elements
+    host_state: int
+    host_slots: int
+    device_state: int
+
+    @property
+    def host(self) -> int:
+        return self.host_state + self.host_slots
+
+    @property
+    def device(self) -> int:
+        return self.device_state
+
+    def table(self) -> str:
+        rows = [
+            ("host memory: master, exp_avg, exp_avg_sq", self.host_state),
+            ("host memory: slots for gradients in flight", self.host_slots),
+            ("host memory in all", self.host),
+            ("device memory: state of selected channels and residents", self.device_state),
+        ]
+        return "\n".join(f"  {label:<58}{size / GIB:9.3f} GiB" for label, size in rows)
+
+
+def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Plan:
+    """Needs no memory: works for parameters on the meta device too."""
+    residents, weights = classify(named, config)
+    moment = 4 if config.moments_dtype == "float32" else 2
+    state = slots = device = numel = 0
+    for weight in weights:
+        size = weight.param.numel()
+        numel += size
+        state += size * (4 + 2 * moment) + 4 * weight.channels
+        slots += slots_needed(config) * size * weight.param.element_size()
+        device += weight.selected_count * (12 * weight.length + 4) + 4 * weight.channels
+    resident = sum(item.param.numel() for item in residents)
+    return Plan(numel, resident, state, slots, device + 12 * resident)
+
+
+def available_host_bytes() -> int:
+    """Memory this process can still take: the machine's, or its control group's if that is less."""
+    available = _machine_bytes()
+    for limit_file, usage_file in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+    ):
+        try:
+            with open(limit_file, encoding="ascii") as limit, open(usage_file, encoding="ascii") as usage:
+                available = min(available, int(limit.read()) - int(usage.read()))
+        except (OSError, ValueError):  # no control group, or no limit ("max")
+            continue
+    return max(0, available)
+
+
+def _machine_bytes() -> int:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as meminfo:
+            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo}
+        return sizes["MemAvailable"]
+    except (OSError, KeyError, ValueError):
+        return 1 << 62
+
+
+def check_fits(needed: Plan) -> None:
+    """Refuse a model whose host state does not fit, before it is allocated."""
+    available = available_host_bytes()
+    if needed.host > available:
+        raise MemoryError(
+            f"the optimizer state needs {needed.host / GIB:.2f} GiB of host memory, and {available / GIB:.2f} GiB are available:\n"
+            f"{needed.table()}\nWays out: moments_dtype='bfloat16', a smaller update_interval, a larger topk_ratio, or a larger machine"
+        )

@@ -1,0 +1,78 @@
+"""Counts what a user wants to see of a run, on the device where the numbers arise; read only when asked."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from stallfree.engine.blocks import Weight
+    from stallfree.engine.transfer import Link
+
+
+class Meter:
+    """Stalls, bytes, norms and rho of the last call, and totals since construction."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.stall_seconds = 0.0  # so far: the launching thread waited for host work
+        self.restages = 0
+        self.norm: Tensor | None = None
+        self.skipped: Tensor | None = None  # calls, int64 on the device
+        self._squares: list[tuple[str, Tensor, Tensor]] = []  # kind, deferred, all: fp32 scalars on the device
+        self._before = (0.0, 0, 0)
+        self._last = (0.0, 0, 0)
+
+    def judge(self, norm: Tensor, skip: Tensor, gradients: Sequence[tuple[Weight, Tensor, Tensor]]) -> None:
+        """Of one call: the gradient norm, the skip flag, and per weight its squared channel norms and deferred channels."""
+        self.norm = norm
+        self.skipped = skip.to(torch.int64) if self.skipped is None else self.skipped + skip
+        self._squares = [(weight.kind, squares[deferred].sum(), squares.sum()) for weight, squares, deferred in gradients]
+
+    def finish_call(self) -> None:
+        now = (self.stall_seconds, self.link.bytes_down, self.link.bytes_up)
+        self._last = (now[0] - self._before[0], now[1] - self._before[1], now[2] - self._before[2])
+        self._before = now
+
+    def rho(self) -> tuple[float | None, dict[str, float]]:
+        """Share of the squared gradient norm in deferred channels, in the last call: over all weights, and by kind."""
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for kind, deferred, total in self._squares:
+            for key in (kind, ""):
+                sums[key][0] += float(deferred)
+                sums[key][1] += float(total)
+        shares = {kind: deferred / total for kind, (deferred, total) in sums.items() if total > 0}
+        return shares.pop("", None), shares
+
+    def report(self) -> dict[str, Any]:
+        """Waits for the device. Times in ms, sizes in bytes."""
+        rho, by_kind = self.rho()
+        stall, down, up = self._last
+        return {
+            "grad_norm": None if self.norm is None else float(self.norm),
+            "skipped_steps": 0 if self.skipped is None else int(self.skipped),
+            "rho": rho,
+            "rho_by_kind": by_kind,
+            "stall_ms": stall * 1e3,
+            "stall_ms_total": self.stall_seconds * 1e3,
+            "bytes_down": down,
+            "bytes_up": up,
+            "bytes_down_total": self.link.bytes_down,
+            "bytes_up_total": self.link.bytes_up,
+            "restages": self.restages,
+        }
+
+
+def mean_by_kind(values: Sequence[tuple[str, Tensor | None]]) -> tuple[float | None, dict[str, float]]:
+    """Mean over all, and by kind; values that are not there yet are left out."""
+    lists: dict[str, list[float]] = defaultdict(list)
+    for kind, value in values:
+        if value is not None:
+            lists[kind].append(float(value))
+            lists[""].append(float(value))
+    means = {kind: sum(items) / len(items) for kind, items in lists.items()}
+    return means.pop("", None), means

@@ -1,0 +1,43 @@
+"""Devices, seeds and hypothesis profiles of the test suite.
+
+`pytest` runs everything on the CPU and, where there is one, on a GPU (`-m gpu` or `-m "not gpu"` chooses).
+`--hypothesis-profile=ci` runs ten times as many random histories. `--seed N` repeats a run's random numbers.
+"""
+
+import random
+
+import hypothesis
+import pytest
+import torch
+
+COMMON = dict(deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.register_profile("fast", max_examples=25, **COMMON)
+hypothesis.settings.register_profile("ci", max_examples=250, **COMMON)
+hypothesis.settings.load_profile("fast")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, default=0, help="of torch's and Python's generators, at the start of each test")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+
+
+def pytest_report_header(config):
+    return f"seed: {config.getoption('--seed')} (--seed), CUDA devices: {torch.cuda.device_count()}"
+
+
+@pytest.fixture(autouse=True)
+def seed(request):
+    value = request.config.getoption("--seed")
+    torch.manual_seed(value)
+    random.seed(value)
+    return value
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)

@@ -1,0 +1,271 @@
+"""Bad input: a clear error that names the culprit and the way out, before anything is changed."""
+
+import math
+
+import pytest
+import torch
+from histories import backward
+from torch import nn
+
+import stallfree.planner
+from stallfree import ZenFlowAdamW, ZenFlowConfig
+
+SMALL = dict(min_numel=0, full_warm_up_rounds=0, update_interval=2)
+
+
+def parameter(*shape: int, dtype: torch.dtype = torch.float32, device="cpu") -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape or (4, 6), dtype=dtype, device=device))
+
+
+def stepped(optimizer: ZenFlowAdamW, calls: int = 3) -> ZenFlowAdamW:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for t in range(calls):
+        backward(params, [torch.full_like(p, t + 1.0) for p in params])
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer
+
+
+# Parameters
+
+
+def test_no_parameters():
+    with pytest.raises(ValueError, match="empty parameter list"):
+        ZenFlowAdamW([])
+
+
+def test_all_parameters_frozen():
+    with pytest.raises(ValueError, match="requires_grad"):
+        ZenFlowAdamW([parameter().requires_grad_(False), parameter(3).requires_grad_(False)])
+
+
+def test_a_parameter_twice():
+    p = parameter()
+    with pytest.raises(ValueError, match="(?i)duplicate|more than one"):
+        ZenFlowAdamW([dict(params=[p]), dict(params=[p], lr=0.1)], **SMALL)
+    with pytest.raises(ValueError, match="(?i)duplicate|more than once|twice"):
+        ZenFlowAdamW([p, p], **SMALL)
+
+
+def test_a_tensor_instead_of_a_list():
+    with pytest.raises(TypeError, match="iterable"):
+        ZenFlowAdamW(parameter(), **SMALL)
+
+
+def test_a_tensor_that_is_no_leaf():
+    with pytest.raises(ValueError, match="leaf"):
+        ZenFlowAdamW([parameter() * 2], **SMALL)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
+def test_a_dtype_that_is_not_trained_names_the_parameter(dtype):
+    with pytest.raises((TypeError, ValueError), match=r"proj\.weight.*" + str(dtype).removeprefix("torch.")):
+        ZenFlowAdamW([("fine", parameter()), ("proj.weight", parameter(dtype=dtype))], **SMALL)
+
+
+def test_an_integer_parameter_names_the_parameter():
+    frozen = nn.Parameter(torch.ones(4, 4, dtype=torch.int64), requires_grad=False)
+    with pytest.raises((TypeError, ValueError), match="table"):
+        ZenFlowAdamW([("table", frozen)], **SMALL)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_parameters_on_several_devices():
+    with pytest.raises(ValueError, match="(?s)device.*second"):
+        ZenFlowAdamW([("first", parameter(device="cuda")), ("second", parameter())], **SMALL)
+
+
+def test_meta_parameters_must_be_materialised_first():
+    with pytest.raises(ValueError, match="meta"):
+        ZenFlowAdamW([("late", parameter(device="meta"))], **SMALL)
+
+
+def test_sparse_gradients_name_the_parameter_and_the_way_out():
+    table = nn.Embedding(10, 4, sparse=True)
+    optimizer = ZenFlowAdamW(table.named_parameters(), **SMALL)
+    before = table.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"(?s)weight.*sparse"):
+        table(torch.tensor([1, 2])).sum().backward()
+        optimizer.step()
+    assert torch.equal(table.weight.detach(), before)
+    optimizer.close()
+
+
+# Settings
+
+
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
+def test_hyperparameters_must_be_finite_and_not_negative(name, value):
+    with pytest.raises(ValueError, match=f"(?i){name.replace('_', '.')}"):
+        ZenFlowAdamW([parameter()], **{name: value}, **SMALL)
+
+
+@pytest.mark.parametrize("betas", [(math.nan, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, math.inf)])
+def test_betas_must_be_in_range(betas):
+    with pytest.raises(ValueError, match="(?i)beta"):
+        ZenFlowAdamW([parameter()], betas=betas, **SMALL)
+
+
+def test_a_group_s_own_settings_are_checked():
+    with pytest.raises(ValueError, match="(?i)lr|learning rate"):
+        ZenFlowAdamW([dict(params=[parameter()], lr=math.nan)], **SMALL)
+
+
+@pytest.mark.parametrize("name, value", [("lr", math.nan), ("weight_decay", math.inf), ("betas", (0.9, math.nan)), ("eps", -1.0)])
+def test_a_setting_that_goes_bad_in_mid_run_stops_the_step_before_it_changes_anything(name, value):
+    p = parameter()
+    optimizer = stepped(ZenFlowAdamW([p], topk_ratio=0.5, **SMALL))
+    before, good = p.detach().clone(), optimizer.param_groups[0][name]
+    backward([p], [torch.ones_like(p)])
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=f"(?i){name.replace('_', '.')}"):
+        optimizer.step()
+    assert torch.equal(p.detach(), before)
+    assert optimizer.metrics()["call"] == 3
+    optimizer.param_groups[0][name] = good
+    optimizer.step()
+    assert optimizer.metrics()["call"] == 4
+    optimizer.close()
+
+
+def test_a_cpu_tensor_as_learning_rate_is_read():
+    p, q = parameter(), parameter()
+    ours = stepped(ZenFlowAdamW([p], lr=torch.tensor(0.25), **SMALL))
+    same = stepped(ZenFlowAdamW([q], lr=0.25, **SMALL))
+    ours.flush(), same.flush()
+    assert torch.equal(p, q)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_cuda_tensor_as_learning_rate_is_refused():
+    with pytest.raises(ValueError, match="(?s)lr.*(float|CPU)"):
+        ZenFlowAdamW([parameter(device="cuda")], lr=torch.tensor(0.1, device="cuda"), **SMALL)
+
+
+@pytest.mark.parametrize("overrides", [dict(topk_ratio=1.5), dict(topk_ratio=-0.1), dict(update_interval=0), dict(lag=-1)])
+def test_settings_out_of_range_are_named(overrides):
+    with pytest.raises(ValueError, match=next(iter(overrides))):
+        ZenFlowAdamW([parameter()], **overrides)
+
+
+def test_an_unknown_setting_is_named_with_the_nearest_one():
+    with pytest.raises((TypeError, ValueError), match="(?s)topk_ration.*topk_ratio"):
+        ZenFlowAdamW([parameter()], topk_ration=0.1)
+
+
+def test_overrides_go_on_top_of_a_config():
+    optimizer = stepped(ZenFlowAdamW([parameter()], config=ZenFlowConfig(topk_ratio=0.5), update_interval=3, min_numel=0))
+    assert optimizer.metrics()["interval"] == 3
+    with pytest.raises(TypeError, match="config"):
+        ZenFlowAdamW([parameter()], config=dict(topk_ratio=0.5))
+    optimizer.close()
+
+
+def test_stronghold_refuses_clipping():
+    with pytest.raises(ValueError, match="(?s)max_grad_norm.*zero-offload"):
+        ZenFlowAdamW([parameter()], preset="stronghold", max_grad_norm=1.0)
+    p = parameter()
+    optimizer = ZenFlowAdamW([p], preset="stronghold", min_numel=0)
+    backward([p], [torch.ones_like(p)])
+    with pytest.raises((RuntimeError, ValueError), match="stronghold|update_in_backward"):
+        optimizer.clip_grad_norm_(1.0)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("interval", [0, -1, 2.5, 9])
+def test_a_new_interval_must_fit_what_was_reserved(interval):
+    optimizer = ZenFlowAdamW([parameter()], **SMALL, max_update_interval=8)
+    with pytest.raises((ValueError, TypeError), match="interval"):
+        optimizer.set_update_interval(interval)
+    optimizer.set_update_interval(8)
+    assert stepped(optimizer, 5).metrics()["interval"] == 8
+    optimizer.close()
+
+
+@pytest.mark.parametrize("max_norm", [math.nan, -1.0, 0.0])
+def test_a_bad_max_norm_is_refused(max_norm):
+    p = parameter()
+    optimizer = ZenFlowAdamW([p], **SMALL)
+    backward([p], [torch.ones_like(p)])
+    with pytest.raises(ValueError, match="max_norm"):
+        optimizer.clip_grad_norm_(max_norm)
+    optimizer.close()
+
+
+# Memory
+
+
+def test_too_little_host_memory_is_said_before_it_is_allocated(monkeypatch):
+    """The message says how much is needed and how much there is."""
+    monkeypatch.setattr(stallfree.planner, "available_host_bytes", lambda: 10 << 20)
+    with pytest.raises((MemoryError, ValueError, RuntimeError), match=r"(?s)host memory.*\d.*(MiB|GiB|MB|GB)"):
+        ZenFlowAdamW([nn.Parameter(torch.ones(2048, 1024))], topk_ratio=0.1)
+    p = parameter()
+    stepped(ZenFlowAdamW([p], **SMALL)).close()  # a small one still fits
+    assert not torch.equal(p.detach(), torch.ones(4, 6))
+
+
+# What changes under the optimizer
+
+
+@pytest.mark.parametrize(
+    "change, word",
+    [
+        (lambda p: setattr(p, "data", torch.ones(6, 4)), "shape"),
+        (lambda p: setattr(p, "data", p.data.bfloat16()), "dtype|bfloat16"),
+        (lambda p: setattr(p, "data", torch.ones(4, 6, device="meta")), "device|meta"),
+    ],
+)
+def test_a_parameter_that_moves_to_another_shape_dtype_or_device_is_named(change, word):
+    a, b = parameter(), parameter()
+    optimizer = stepped(ZenFlowAdamW([("stays", a), ("moves", b)], topk_ratio=0.5, **SMALL))
+    before = a.detach().clone()
+    change(b)
+    with pytest.raises(RuntimeError, match=f"(?s)moves.*({word})"):
+        backward([a], [torch.ones_like(a)])
+        optimizer.step()
+    assert torch.equal(a.detach(), before)
+    optimizer.close()
+
+
+def test_a_closed_optimizer_says_so():
+    p = parameter()
+    optimizer = stepped(ZenFlowAdamW([p], **SMALL))
+    optimizer.close()
+    optimizer.close()
+    backward([p], [torch.ones_like(p)])
+    assert type(p.grad) is torch.Tensor  # the hooks are gone
+    with pytest.raises(RuntimeError, match="close"):
+        optimizer.step()
+
+
+def test_gradients_of_distributed_data_parallel_are_refused_with_the_way_out(tmp_path):
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+        with pytest.raises((RuntimeError, ValueError, NotImplementedError), match="fully_shard|DistributedDataParallel"):
+            optimizer = ZenFlowAdamW(model.parameters(), **SMALL)
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_sharded_parameters_are_refused_with_a_clear_error(tmp_path):
+    import torch.distributed as dist
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import init_device_mesh
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        model = nn.Linear(6, 4)
+        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        with pytest.raises((RuntimeError, ValueError, NotImplementedError), match="DTensor|shard"):
+            ZenFlowAdamW(model.parameters(), **SMALL)
+    finally:
+        dist.destroy_process_group()

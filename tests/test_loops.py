@@ -1,0 +1,182 @@
+"""Training loops that must simply work: accumulation, groups, scaling, schedules, closures, accelerate."""
+
+import copy
+
+import pytest
+import torch
+from training import CALLS, LR, PRESETS, Mirror, full, mlp, regression, train
+
+from stallfree import ZenFlowAdamW, ZenFlowConfig
+
+
+@pytest.fixture(params=list(PRESETS))
+def settings(request):
+    return PRESETS[request.param]
+
+
+@pytest.mark.parametrize("passes", [2, 3])
+def test_several_backward_passes_before_one_step(device, settings, passes):
+    train(mlp(device), regression, settings, passes=passes)
+
+
+def test_several_groups_with_names(device, settings):
+    def groups(model):
+        named = list(model.named_parameters())
+        return [
+            dict(params=[(n, p) for n, p in named if p.dim() > 1], weight_decay=0.1, lr=LR / 2),
+            dict(params=[(n, p) for n, p in named if p.dim() == 1], weight_decay=0.0, betas=(0.8, 0.95), eps=1e-6),
+        ]
+
+    train(mlp(device), regression, settings, groups=groups)
+
+
+def test_a_loss_scaled_by_the_user(device, settings):
+    def unscale(params):
+        for p in params:
+            p.grad.mul_(1 / 64)
+
+    train(mlp(device), lambda model, t: 64 * regression(model, t), settings, touch=unscale)
+
+
+def test_clipping_by_torch(device, settings):
+    train(mlp(device), regression, settings, touch=lambda params: torch.nn.utils.clip_grad_norm_(params, 0.1))
+
+
+def test_autocast(device, settings):
+    def loss(model, t):
+        with torch.autocast(device.type, torch.bfloat16):
+            return regression(model, t)
+
+    train(mlp(device), loss, settings)
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, CALLS),
+        lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda t: min(1.0, (t + 1) / 4)),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, LR, total_steps=CALLS + 1, cycle_momentum=False),
+    ],
+    ids=["cosine", "lambda", "onecycle"],
+)
+def test_schedulers_of_torch(device, settings, schedule):
+    train(mlp(device), regression, settings, schedule=schedule)
+
+
+def test_onecycle_with_momentum(device):
+    """This scheduler writes betas[0] of the groups."""
+    weights = []
+    for make in (lambda p: ZenFlowAdamW(p, lr=LR, config=ZenFlowConfig(**PRESETS["zero-offload"])), lambda p: torch.optim.AdamW(p, lr=LR)):
+        torch.manual_seed(0)
+        model = mlp(device)
+        optimizer = make(model.parameters())
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, LR, total_steps=CALLS + 1)
+        for t in range(CALLS):
+            regression(model, t).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        weights.append([p.detach() for p in model.parameters()])
+    for ours, theirs in zip(*weights):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-2 * LR)
+
+
+def test_a_closure(device):
+    model, twin = mlp(device), mlp(device)
+    twin.load_state_dict(model.state_dict())
+    ours = ZenFlowAdamW(model.parameters(), lr=LR, config=ZenFlowConfig(**PRESETS["zero-offload"]))
+    theirs = torch.optim.AdamW(twin.parameters(), lr=LR)
+    for t in range(CALLS):
+        losses = []
+        for it, optimizer in ((model, ours), (twin, theirs)):
+
+            def closure(it=it, optimizer=optimizer):
+                optimizer.zero_grad()
+                loss = regression(it, t)
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure))
+        torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    for p, q in zip(model.parameters(), twin.parameters()):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-2 * LR)
+    ours.close()
+
+
+def test_two_optimizers_in_one_process(device, settings):
+    """Interleaved, each is what it is alone."""
+    alone, together = [], []
+    models = [mlp(device) for _ in range(2)]
+    for group in (alone, together):
+        copies = [copy.deepcopy(model) for model in models]
+        optimizers = [ZenFlowAdamW(model.parameters(), lr=LR, config=ZenFlowConfig(**settings)) for model in copies]
+        order = [(i, t) for i in range(2) for t in range(CALLS)] if group is alone else [(i, t) for t in range(CALLS) for i in range(2)]
+        for i, t in order:
+            regression(copies[i], t + i).backward()
+            optimizers[i].step()
+            optimizers[i].zero_grad()
+        for model, optimizer in zip(copies, optimizers):
+            optimizer.flush()
+            group.extend(p.detach().clone() for p in model.parameters())
+            optimizer.close()
+    assert all(torch.equal(a, b) for a, b in zip(alone, together))
+
+
+def test_accelerate_prepares_accumulates_and_clips(settings):
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    model, twin = mlp("cpu"), mlp("cpu")
+    twin.load_state_dict(model.state_dict())
+    ours = ZenFlowAdamW(model.parameters(), lr=LR, config=ZenFlowConfig(**settings))
+    mirror = Mirror(ours.param_groups)
+    prepared, optimizer = accelerator.prepare(model, ours)
+    for t in range(2 * CALLS):
+        with accelerator.accumulate(prepared):
+            accelerator.backward(regression(prepared, t))
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(prepared.parameters(), 0.1)
+                mirror.step(full(ours, mirror.params))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ours.metrics()["call"] == CALLS
+    ours.flush()
+    mirror.compare("accelerate", CALLS)
+    ours.close()
+
+
+def test_a_gradient_scaler_is_refused_with_the_way_out():
+    model = mlp("cpu")
+    optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, config=ZenFlowConfig(**PRESETS["stallfree"]))
+    scaler = torch.amp.GradScaler("cpu")
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.scale(regression(model, 0)).backward()
+    with pytest.raises(RuntimeError, match="full_gradient|GradScaler"):
+        scaler.step(optimizer)
+    assert all(torch.equal(p.detach(), b) for p, b in zip(model.parameters(), before))
+    optimizer.close()
+
+
+def test_a_group_added_later(device, settings):
+    """Gradual unfreezing: the new parameters start their own AdamW at that call."""
+    model = mlp(device)
+    for p in model[0].parameters():
+        p.requires_grad_(False)
+    optimizer = ZenFlowAdamW((p for p in model.parameters() if p.requires_grad), lr=LR, config=ZenFlowConfig(**settings))
+    mirror = Mirror(optimizer.param_groups)
+    late = None
+    for t in range(2 * CALLS):
+        if t == 4:
+            for p in model[0].parameters():
+                p.requires_grad_(True)
+            optimizer.add_param_group(dict(params=list(model[0].parameters()), lr=LR / 3, weight_decay=0.3))
+            late = Mirror(optimizer.param_groups[1:])
+        regression(model, t).backward()
+        for it in filter(None, (mirror, late)):
+            it.step(full(optimizer, it.params))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.flush()
+    mirror.compare("first group", 2 * CALLS)
+    late.compare("late group", 2 * CALLS)
+    optimizer.close()

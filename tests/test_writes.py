@@ -1,0 +1,149 @@
+"""Weights written from outside between calls: noticed, and then training goes on as a synchronous optimizer would."""
+
+import pytest
+import torch
+from histories import Call, History, Player, assert_identical, assert_rounds_to, clipped, histories, hypers, run, tolerance
+from hypothesis import given
+from hypothesis import strategies as st
+from oracle import hyper_of
+from torch import nn
+
+from stallfree import ZenFlowAdamW, ZenFlowConfig
+
+
+def overwrite(p: nn.Parameter, kind: str, t: int) -> None:
+    generator = torch.Generator().manual_seed(t)
+    with torch.no_grad():
+        if kind == "copy_":
+            p.copy_(torch.randn(p.shape, generator=generator))
+        elif kind == "mul_":
+            p.mul_(0.5)
+        elif kind == "element" and p.numel():
+            p.view(-1)[t % p.numel()] = 3.0
+        elif kind == "load_state_dict":
+            nn.ParameterList([p]).load_state_dict({"0": torch.randn(p.shape, generator=generator)})
+
+
+class Follower:
+    """AdamW of each parameter on fp32 masters, which take over what is written from outside."""
+
+    def __init__(self, history: History, groups: list[dict]) -> None:
+        self.history = history
+        self.groups = [hyper_of(group) for group in groups]
+        self.masters = [nn.Parameter(w.float()) for w in history.weights()]
+        self.optimizers = [torch.optim.AdamW([p], **h) for p, h in zip(self.masters, hypers(history, 0, self.groups))]
+
+    def write(self, i: int, weight: torch.Tensor) -> None:
+        with torch.no_grad():
+            self.masters[i].copy_(weight)
+
+    def step(self, t: int) -> None:
+        history = self.history
+        grads = clipped(history.grads(t, history.weights()), history.calls[t])
+        if not all(torch.isfinite(g).all() for g in grads if g is not None):
+            return
+        for p, grad, hyper, optimizer in zip(self.masters, grads, hypers(history, t, self.groups), self.optimizers):
+            p.grad, optimizer.param_groups[0]["lr"] = grad, hyper["lr"]
+        if history.config.max_grad_norm is not None and any(g is not None for g in grads):
+            nn.utils.clip_grad_norm_(self.masters, history.config.max_grad_norm)
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+WRITES = ["copy_", "mul_", "element", "load_state_dict"]
+
+
+@given(history=histories(dtypes=("fp32", "fp32", "bf16"), most_calls=16, befores=("flush", "exact")), data=st.data())
+def test_training_goes_on_from_what_was_written(device, history, data):
+    """At any call, to any parameter; after a flush everything is AdamW with the same writes. Gradients so far stay in the moments."""
+    player = Player(history, device)
+    follower = Follower(history, [dict(group) for group in player.optimizer.param_groups])
+    for t in range(len(history.calls)):
+        if data.draw(st.integers(0, 3), label="write?") == 0:
+            i = data.draw(st.integers(0, len(history.shapes) - 1), label="parameter")
+            overwrite(player.params[i], data.draw(st.sampled_from(WRITES), label="kind"), t)
+            follower.write(i, player.params[i].detach().cpu())
+        player.step()
+        follower.step(t)
+    expected = [p.detach() for p in follower.masters]
+    assert_rounds_to(player.flushed(), expected, [tolerance(history, e, len(history.calls)) for e in expected])
+    player.close()
+
+
+CONFIG = dict(topk_ratio=0.25, update_interval=4, lag=2, full_warm_up_rounds=1, select_interval=4, min_numel=0, block_numel=50)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("t", range(1, 9))
+def test_what_was_written_is_what_the_next_forward_pass_reads_and_what_a_flush_leaves(device, dtype, t):
+    """No window that was on its way may overwrite it."""
+    history = History(shapes=((6, 8), (8, 6), (9,)), calls=(Call(),) * 12, config=ZenFlowConfig(**CONFIG), dtypes=(dtype,) * 3)
+    player = Player(history, device)
+    player.play(t)
+    for p in player.params:
+        overwrite(p, "copy_", t)
+    wrote = player.weights()
+    assert_identical([player.flushed()], [wrote])
+    with player.optimizer.exact_weights():
+        assert_identical([player.weights()], [wrote])
+    player.close()
+
+    again = Player(history, device)
+    again.play(t)
+    for p in again.params:
+        overwrite(p, "copy_", t)
+    for _ in range(4):  # calls without gradients: what is published now must not be older than the write
+        again.optimizer.step()
+        assert_identical([again.weights()], [wrote])
+    again.close()
+
+
+def test_writing_one_parameter_leaves_the_others_alone(device):
+    """Their weights are, at every call, those of a run without the write."""
+    history = History(shapes=((6, 8), (8, 6), (9,)), calls=(Call(),) * 12, config=ZenFlowConfig(**CONFIG))
+    player = Player(history, device)
+    seen = player.play(6)
+    overwrite(player.params[0], "copy_", 0)
+    seen += [*player.play(), player.flushed()]
+    assert_identical([w[1:] for w in seen], [w[1:] for w in run(history, device)])
+    player.close()
+
+
+def test_a_write_inside_exact_weights_is_refused_and_undone(device):
+    history = History(shapes=((6, 8),), calls=(Call(),) * 6, config=ZenFlowConfig(**CONFIG))
+    player = Player(history, device)
+    (*_, before) = player.play(6)
+    with pytest.raises(RuntimeError, match="exact_weights"), player.optimizer.exact_weights():
+        overwrite(player.params[0], "copy_", 0)
+    assert_identical([player.weights()], [before])
+    player.close()
+
+
+def test_a_step_inside_exact_weights_is_refused(device):
+    history = History(shapes=((6, 8),), calls=(Call(),) * 7, config=ZenFlowConfig(**CONFIG))
+    player = Player(history, device)
+    player.play(6)
+    with player.optimizer.exact_weights():
+        with pytest.raises(RuntimeError, match="exact_weights"):
+            player.optimizer.step()
+        with pytest.raises(RuntimeError, match="exact_weights"):
+            player.optimizer.flush()
+    assert_identical([*player.play(), player.flushed()], run(history, device)[6:])
+    player.close()
+
+
+def test_evaluation_inside_exact_weights_reads_them(device):
+    """A forward pass there sees what a flush would leave."""
+    model = nn.Linear(8, 6, bias=False).to(device)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, config=ZenFlowConfig(**CONFIG))
+    x = torch.eye(8, device=device)
+    for _ in range(6):
+        model(x).pow(2).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad(), optimizer.exact_weights():
+        shown = model(x)
+    optimizer.flush()
+    with torch.no_grad():
+        assert torch.equal(model(x), shown)
+    optimizer.close()
