@@ -15,6 +15,8 @@ hypothesis.settings.register_profile("fast", max_examples=25, **COMMON)
 hypothesis.settings.register_profile("ci", max_examples=250, **COMMON)
 hypothesis.settings.load_profile("fast")
 
+torch.set_num_threads(1)  # tensors are tiny here: threads would only wait for each other
+
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="of torch's and Python's generators, at the start of each test")

@@ -80,8 +80,6 @@ def test_full_gradient_is_the_gradient_bit_for_bit(device, dtype):
 def test_full_gradient_without_a_gradient_is_none(device):
     setting = Setting(device)
     assert setting.full() == [None] * 3
-    with pytest.raises((ValueError, KeyError), match="(?i)parameter"):
-        setting.optimizer.full_gradient(nn.Parameter(torch.ones(2, 2)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -97,9 +95,9 @@ def test_norms_are_the_gradient_s(device, dtype):
     torch.testing.assert_close(total.float(), expected, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=0)
 
 
-@pytest.mark.parametrize("read", [lambda g: g + 1, lambda g: g.sum(), lambda g: g.tolist(), lambda g: g[0], lambda g: g.norm(1),
-                                  lambda g: g.cpu(), lambda g: g.float(), lambda g: g.clone(), lambda g: g.copy_(g),
-                                  lambda g: torch.isfinite(g), lambda g: g.numpy(), copy.deepcopy, pickle.dumps])  # fmt: skip
+@pytest.mark.parametrize("read", [lambda g: g + 1, lambda g: g.sum(), lambda g: g[0], lambda g: g.norm(1),
+                                  lambda g: g.double(), lambda g: g.bfloat16(), lambda g: g.clone(), lambda g: g.copy_(g),
+                                  lambda g: torch.isfinite(g), copy.deepcopy, pickle.dumps])  # fmt: skip
 def test_what_a_handle_cannot_answer_names_the_way_out(read):
     setting = Setting("cpu")
     grads = setting.backward(setting.draw())

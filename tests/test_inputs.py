@@ -4,13 +4,19 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from histories import backward
 from torch import nn
 
 import stallfree.planner
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 
+NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 SMALL = dict(min_numel=0, full_warm_up_rounds=0, update_interval=2)
+
+
+def needs_cuda(test):
+    return NEEDS_CUDA[0](NEEDS_CUDA[1](test))
 
 
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, device="cpu") -> nn.Parameter:
@@ -30,7 +36,7 @@ def stepped(optimizer: ZenFlowAdamW, calls: int = 3) -> ZenFlowAdamW:
 
 
 def test_no_parameters():
-    with pytest.raises(ValueError, match="empty parameter list"):
+    with pytest.raises(ValueError, match="no parameters"):
         ZenFlowAdamW([])
 
 
@@ -41,10 +47,9 @@ def test_all_parameters_frozen():
 
 def test_a_parameter_twice():
     p = parameter()
-    with pytest.raises(ValueError, match="(?i)duplicate|more than one"):
-        ZenFlowAdamW([dict(params=[p]), dict(params=[p], lr=0.1)], **SMALL)
-    with pytest.raises(ValueError, match="(?i)duplicate|more than once|twice"):
-        ZenFlowAdamW([p, p], **SMALL)
+    for params in ([p, p], [dict(params=[p]), dict(params=[p], lr=0.1)]):
+        with pytest.raises(ValueError, match="twice"):
+            ZenFlowAdamW(params, **SMALL)
 
 
 def test_a_tensor_instead_of_a_list():
@@ -69,8 +74,7 @@ def test_an_integer_parameter_names_the_parameter():
         ZenFlowAdamW([("table", frozen)], **SMALL)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_parameters_on_several_devices():
     with pytest.raises(ValueError, match="(?s)device.*second"):
         ZenFlowAdamW([("first", parameter(device="cuda")), ("second", parameter())], **SMALL)
@@ -85,7 +89,7 @@ def test_sparse_gradients_name_the_parameter_and_the_way_out():
     table = nn.Embedding(10, 4, sparse=True)
     optimizer = ZenFlowAdamW(table.named_parameters(), **SMALL)
     before = table.weight.detach().clone()
-    with pytest.raises(RuntimeError, match=r"(?s)weight.*sparse"):
+    with pytest.raises(TypeError, match=r"(?s)weight.*sparse=False"):
         table(torch.tensor([1, 2])).sum().backward()
         optimizer.step()
     assert torch.equal(table.weight.detach(), before)
@@ -138,8 +142,7 @@ def test_a_cpu_tensor_as_learning_rate_is_read():
     assert torch.equal(p, q)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@needs_cuda
 def test_a_cuda_tensor_as_learning_rate_is_refused():
     with pytest.raises(ValueError, match="(?s)lr.*(float|CPU)"):
         ZenFlowAdamW([parameter(device="cuda")], lr=torch.tensor(0.1, device="cuda"), **SMALL)
@@ -185,7 +188,7 @@ def test_a_new_interval_must_fit_what_was_reserved(interval):
     optimizer.close()
 
 
-@pytest.mark.parametrize("max_norm", [math.nan, -1.0, 0.0])
+@pytest.mark.parametrize("max_norm", [math.nan, -1.0])
 def test_a_bad_max_norm_is_refused(max_norm):
     p = parameter()
     optimizer = ZenFlowAdamW([p], **SMALL)
@@ -216,7 +219,7 @@ def test_too_little_host_memory_is_said_before_it_is_allocated(monkeypatch):
     [
         (lambda p: setattr(p, "data", torch.ones(6, 4)), "shape"),
         (lambda p: setattr(p, "data", p.data.bfloat16()), "dtype|bfloat16"),
-        (lambda p: setattr(p, "data", torch.ones(4, 6, device="meta")), "device|meta"),
+        pytest.param(lambda p: setattr(p, "data", p.data.cuda()), "cuda", marks=NEEDS_CUDA),
     ],
 )
 def test_a_parameter_that_moves_to_another_shape_dtype_or_device_is_named(change, word):
@@ -242,30 +245,35 @@ def test_a_closed_optimizer_says_so():
         optimizer.step()
 
 
-def test_gradients_of_distributed_data_parallel_are_refused_with_the_way_out(tmp_path):
-    import torch.distributed as dist
+# Several processes
 
+
+@pytest.fixture
+def process_group(tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-        with pytest.raises((RuntimeError, ValueError, NotImplementedError), match="fully_shard|DistributedDataParallel"):
-            optimizer = ZenFlowAdamW(model.parameters(), **SMALL)
-            model(torch.ones(2, 6)).sum().backward()
-            optimizer.step()
-    finally:
-        dist.destroy_process_group()
+    yield dist.group.WORLD
+    dist.destroy_process_group()
 
 
-def test_sharded_parameters_are_refused_with_a_clear_error(tmp_path):
-    import torch.distributed as dist
+def test_plain_parameters_in_several_processes_are_refused_with_the_way_out(process_group, monkeypatch):
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    with pytest.raises(RuntimeError, match="fully_shard"):
+        ZenFlowAdamW([parameter()], **SMALL)
+
+
+def test_a_ddp_model_of_one_process_is_refused_with_the_way_out(process_group):
+    model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
+    with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+        optimizer = ZenFlowAdamW(model.parameters(), **SMALL)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+
+
+def test_sharded_parameters_are_refused(process_group):
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import init_device_mesh
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
-        model = nn.Linear(6, 4)
-        fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-        with pytest.raises((RuntimeError, ValueError, NotImplementedError), match="DTensor|shard"):
-            ZenFlowAdamW(model.parameters(), **SMALL)
-    finally:
-        dist.destroy_process_group()
+    model = nn.Linear(6, 4)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(TypeError, match=r"(?s)weight.*DTensor"):
+        ZenFlowAdamW(model.named_parameters(), **SMALL)

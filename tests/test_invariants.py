@@ -181,7 +181,8 @@ def test_everything_selected_is_the_device_preset(device, history):
 @FEWER
 def test_nothing_selected_and_no_waiting_is_zero_offload(device, history):
     config = history.config
-    same = {name: getattr(config, name) for name in ("max_grad_norm", "min_numel", "block_numel", "host_kernel", "max_update_interval")}
+    names = ("max_grad_norm", "min_numel", "block_numel", "host_kernel", "max_update_interval", "channel_dim")
+    same = {name: getattr(config, name) for name in names}
     reduced = config.replace(topk_ratio=0.0, update_interval=1, lag=0, lookahead="auto")
     ours = run(dataclasses.replace(history, config=reduced), device)
     preset = run(dataclasses.replace(history, config=ZenFlowConfig(preset="zero-offload", **same)), device)

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import Oracle, oracle_of, selected_count
 
-from stallfree import ZenFlowConfig
+from stallfree import ZenFlowAdamW, ZenFlowConfig
 
 ADAMW = dict(lr=1e-2, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
 
@@ -224,6 +224,24 @@ def test_automatic_warm_up_lasts_while_the_learning_rate_rises(device, factors):
     config = ZenFlowConfig(topk_ratio=0.25, update_interval=3, lag=2, select_interval=4, min_numel=0, block_numel=40)
     calls = tuple(Call(lr_factor=f) for f in factors + [factors[-1] / 2] * 12)
     follow(History(shapes=((6, 8), (8, 6)), calls=calls, config=config), device)
+
+
+def test_scores_are_of_the_gradient_as_the_user_scaled_it(device):
+    """A channel that is large only before it is scaled down (a loss scale, undone by mul_) is not chosen for it."""
+    config = ZenFlowConfig(topk_ratio=0.5, update_interval=2, lag=0, full_warm_up_rounds=2, select_interval=100, min_numel=0)
+    p = torch.nn.Parameter(torch.zeros(3, 2, device=device))
+    optimizer = ZenFlowAdamW([p], config=config)
+    for loss_scale, column in ((1024.0, 0), (1.0, 1)):  # the second gradient is the larger one
+        grad = torch.tensor([[1.0, 0.0]] if column == 0 else [[0.0, 4.0]], device=device)
+        (p * grad * loss_scale).sum().backward()
+        p.grad.mul_(1 / loss_scale)
+        optimizer.step()
+        optimizer.zero_grad()
+    before = p.detach().clone()
+    p.sum().backward()
+    optimizer.step()  # inside a window: only the selected channel moves
+    optimizer.close()
+    assert (p.detach() != before).any(0).tolist() == [False, True]
 
 
 def test_channels_with_equal_scores_are_chosen_from_the_lowest_index(device):

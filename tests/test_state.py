@@ -138,18 +138,6 @@ def test_saving_at_every_call_changes_nothing(device, history):
     assert_identical(seen, run(history, device))
 
 
-def test_a_saved_state_does_not_change_as_training_goes_on(device):
-    history = simple()
-    player = Player(history, device)
-    player.play(5)
-    state, before = player.optimizer.state_dict(), saved(player)
-    player.play(10)
-    file = io.BytesIO()
-    torch.save(state, file)
-    then = torch.load(io.BytesIO(before), weights_only=True)["optimizer"]
-    assert flat(torch.load(io.BytesIO(file.getvalue()), weights_only=True)) == flat(then)
-
-
 def flat(value, path="") -> dict:
     """Leaves of nested containers by path, tensors as (dtype, values)."""
     if isinstance(value, dict):
@@ -157,7 +145,7 @@ def flat(value, path="") -> dict:
     if isinstance(value, (list, tuple)):
         return {k: v for i, item in enumerate(value) for k, v in flat(item, f"{path}/{i}").items()}
     if isinstance(value, torch.Tensor):
-        return {path: (value.dtype, value.shape, value.cpu().view(-1).view(torch.uint8).tolist() if value.numel() else [])}
+        return {path: (value.dtype, value.shape, value.cpu().reshape(-1).view(torch.uint8).tolist() if value.numel() else [])}
     return {path: value}
 
 
@@ -265,8 +253,8 @@ def test_a_state_of_another_model_is_refused(state):
     refused(state, ones((4, 6), (6, 5)), "shape|size", **settings)
 
 
-@pytest.mark.parametrize("change", [dict(topk_ratio=0.25), dict(rule="mean"), dict(lag=3), dict(select_interval=7), dict(channel_dim=0),
-                                    dict(moments_dtype="bfloat16"), dict(block_numel=1), dict(deferred_lr_scale=0.5)])  # fmt: skip
+@pytest.mark.parametrize("change", [dict(topk_ratio=0.25), dict(rule="mean"), dict(lag=3), dict(channel_dim=0),
+                                    dict(moments_dtype="bfloat16"), dict(block_numel=1)])  # fmt: skip
 def test_a_state_of_another_configuration_is_refused_by_name(state, change):
     """What would change the run must be the same; `refused` also checks that nothing was half loaded."""
     refused(state, ones((4, 6), (6, 4)), next(iter(change)), **dict(topk_ratio=0.5, update_interval=2) | change)

@@ -25,7 +25,10 @@ def overwrite(p: nn.Parameter, kind: str, t: int) -> None:
 
 
 class Follower:
-    """AdamW of each parameter on fp32 masters, which take over what is written from outside."""
+    """AdamW of each parameter on fp32 masters, which take over what is written from outside.
+
+    A master that rounds to the written value stays: writing one element of a bf16 weight does not round the others' masters.
+    """
 
     def __init__(self, history: History, groups: list[dict]) -> None:
         self.history = history
@@ -35,7 +38,8 @@ class Follower:
 
     def write(self, i: int, weight: torch.Tensor) -> None:
         with torch.no_grad():
-            self.masters[i].copy_(weight)
+            master = self.masters[i]
+            master.copy_(torch.where(master.to(weight.dtype) == weight, master, weight.float()))
 
     def step(self, t: int) -> None:
         history = self.history

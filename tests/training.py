@@ -53,8 +53,13 @@ def full(optimizer: ZenFlowAdamW, params: list[Tensor]) -> list[Tensor | None]:
 
 
 def train(model: nn.Module, loss: Loss, settings: dict, *, passes: int = 1, groups=None, touch=None, schedule=None) -> None:
-    """Train under one preset; assert that the weights are AdamW's: at every call for zero-offload, after a flush otherwise."""
+    """Train under one preset; assert that the weights are AdamW's: at every call for zero-offload, after a flush otherwise.
+
+    Under zero-offload a twin is trained by AdamW beside it, on gradients of its own. Its losses must agree; single weights need
+    not, because AdamW makes whole steps of the rounding noise that, for example, the bias before a batch norm has as a gradient.
+    """
     synchronous = settings.get("preset") == "zero-offload"
+    precise = all(p.dtype == torch.float32 for p in model.parameters())
     twin = copy.deepcopy(model)
     optimizer = ZenFlowAdamW(groups(model) if groups else model.named_parameters(), lr=LR, config=ZenFlowConfig(**settings))
     scheduler = schedule(optimizer) if schedule else None
@@ -65,12 +70,16 @@ def train(model: nn.Module, loss: Loss, settings: dict, *, passes: int = 1, grou
     before = [p.detach().clone() for p in mirror.params]
     for t in range(CALLS):
         for m in range(passes):
-            loss(model, t * passes + m).backward()
+            ours = loss(model, t * passes + m)
+            ours.backward()
             if synchronous:
-                loss(twin, t * passes + m).backward()
+                theirs = loss(twin, t * passes + m)
+                theirs.backward()
+                torch.testing.assert_close(ours, theirs, rtol=1e-4 if precise else 3e-2, atol=1e-5)
         if touch:
             touch(list(model.parameters()))
-            touch(list(twin.parameters()))
+            if synchronous:
+                touch(list(twin.parameters()))
         mirror.step(full(optimizer, mirror.params))
         optimizer.step()
         optimizer.zero_grad()
@@ -87,10 +96,6 @@ def train(model: nn.Module, loss: Loss, settings: dict, *, passes: int = 1, grou
             scheduler.step()
     optimizer.flush()
     mirror.compare("flushed", CALLS)
-    if synchronous and all(p.dtype == torch.float32 for p in mirror.params):
-        # A run of its own beside ours: the gradients were right too, up to what rounding does to them.
-        for p, q in zip(mirror.params, follower.params):
-            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-2 * LR)
     assert any(not torch.equal(p.detach(), old) for p, old in zip(mirror.params, before))
     optimizer.close()
 

@@ -48,8 +48,10 @@ class Group:
 class Layout:
     """`layers` times the parameters `per_layer`, one block each, then the parameters `single`, one block each."""
 
-    def __init__(self, layers: int, per_layer: Sequence[Shape], single: Sequence[Shape], tile: int = 1024) -> None:
-        self.tile = tile
+    def __init__(
+        self, layers: int, per_layer: Sequence[Shape], single: Sequence[Shape], *, tile: int = 1024, device: torch.device | str = "cpu"
+    ) -> None:
+        self.tile, self.device = tile, device
         padded = lambda shape: -(-shape.rows * shape.cols // tile) * tile  # noqa: E731
         layer_numel = sum(map(padded, per_layer))
         self.blocks = layers + sum(not shape.resident for shape in single)
@@ -87,12 +89,12 @@ class Layout:
                 channel = group.channel_offset + i * shape.channels
                 row = [start, shape.rows, shape.cols, int(shape.by_row or shape.resident), channel, block]
                 table[start // self.tile : -(-end // self.tile)] = torch.tensor(row, dtype=torch.int32)
-        return table
+        return table.to(self.device)
 
     @cached_property
     def elements(self) -> tuple[Tensor, Tensor]:
         """[numel] int64 each: the channel and the block of every element."""
         start, rows, cols, by_row, channel, block = self.tiles.long().repeat_interleave(self.tile, 0).unbind(1)
-        local = torch.arange(self.numel) - start
+        local = torch.arange(self.numel, device=self.device) - start
         row = torch.minimum(local // cols, rows - 1)  # padding counts as the last row; its gradients and state stay 0
         return channel + torch.where(by_row.bool(), row, local % cols), block

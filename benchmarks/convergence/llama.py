@@ -33,21 +33,21 @@ class Llama:
     def head_dim(self) -> int:
         return self.hidden // self.heads
 
-    def layout(self, *, tile: int = 1024, embedding_by_row: bool = True) -> Layout:
-        """Channels are input columns, for the embedding table rows (or columns)."""
+    def layout(self, *, tile: int = 1024, device: torch.device | str = "cpu") -> Layout:
+        """Channels are input columns, for the embedding table rows."""
         d, kv = self.hidden, self.kv_heads * self.head_dim
         norms = [Shape(name, 1, d, resident=True) for name in ("input_norm", "post_norm")]
         linear = [("q", d, d), ("k", kv, d), ("v", kv, d), ("o", d, d), ("gate", self.ffn, d), ("up", self.ffn, d), ("down", d, self.ffn)]
-        single = [Shape("embed", self.vocab, d, by_row=embedding_by_row), Shape("norm", 1, d, resident=True)]
-        return Layout(self.layers, [*(Shape(*shape) for shape in linear), *norms], single, tile)
+        single = [Shape("embed", self.vocab, d, by_row=True), Shape("norm", 1, d, resident=True)]
+        return Layout(self.layers, [*(Shape(*shape) for shape in linear), *norms], single, tile=tile, device=device)
 
 
 SMOLLM2 = Llama()
 
 
-def flatten(weights: dict[str, Tensor], layout: Layout, device: torch.device | str = "cpu") -> Tensor:
+def flatten(weights: dict[str, Tensor], layout: Layout) -> Tensor:
     """[numel] fp32: weights named "q.3" (kind and layer), "embed" and "norm", in the layout's flat buffer."""
-    flat = torch.zeros(layout.numel, device=device)
+    flat = torch.zeros(layout.numel, device=layout.device)
     for group in layout.groups:
         for i, matrix in enumerate(layout.view(flat[None], group)[0]):
             name = group.shape.name if group.count == 1 and group.shape.name in weights else f"{group.shape.name}.{i}"

@@ -58,7 +58,7 @@ def update_torch(
     state: State, layout: Layout, hyper: Hyper, call: int, windows: Tensor, lookahead: Tensor | None, out: Tensor, commit: bool
 ) -> None:
     """windows: [blocks + 1, W, 2]; lookahead: [blocks + 1], None for none; out: [P], `state.weight` if commit."""
-    channel, block = (index.to(out.device) for index in layout.elements)
+    channel, block = layout.elements
     flags = state.flags[channel]
     deferred, mean = (flags & DEFERRED) != 0, state.method.rule == "mean"
     master, exp_avg, exp_avg_sq = state.master.clone(), state.exp_avg.clone(), state.exp_avg_sq.clone()
@@ -117,7 +117,9 @@ if triton is not None:
         moved = master * (1.0 - lr * weight_decay) - lr * direction
         return direction, tl.where(active, moved, master), tl.where(active, m, exp_avg), tl.where(active, v, exp_avg_sq)
 
-    @triton.jit(do_not_specialize=["call"])
+    UNALIGNED = ["flags_ptr", "steps_ptr", "tiles_ptr", "windows_ptr", "lookahead_ptr", "lr_ptr", "clip_ptr", "bias1_ptr", "bias2_ptr"]
+
+    @triton.jit(do_not_specialize=["call", *UNALIGNED])  # rows of tables: compile once, wherever they start
     def _update(
         grad_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, out_ptr, ring_ptr, flags_ptr, steps_ptr,  # P or C elements
         tiles_ptr, windows_ptr, lookahead_ptr, lr_ptr, clip_ptr, bias1_ptr, bias2_ptr,  # tables
@@ -139,16 +141,19 @@ if triton is not None:
         for i in tl.static_range(WINDOWS):
             edge = windows_ptr + (block * WINDOWS + i) * 2
             due = due | (deferred & (tl.load(edge) <= tl.load(edge + 1)))
+        # Whole tiles are read and written, or not at all: a mask by element would break up the vector accesses.
+        pending = tl.max(due.to(tl.int32), 0) > 0
         if COMMIT:
             active = due | on
+            used = tl.max(active.to(tl.int32), 0) > 0
             gradient = tl.load(grad_ptr + offsets)
             now = gradient.to(tl.float32)
-            master = tl.load(master_ptr + offsets, mask=active, other=0.0)
+            master = tl.load(master_ptr + offsets, mask=used, other=0.0)
         else:
-            active = due
+            used = pending
             master = tl.load(master_ptr + offsets)
-        exp_avg = tl.load(exp_avg_ptr + offsets, mask=active, other=0.0)
-        exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=active, other=0.0)
+        exp_avg = tl.load(exp_avg_ptr + offsets, mask=used, other=0.0)
+        exp_avg_sq = tl.load(exp_avg_sq_ptr + offsets, mask=used, other=0.0)
         steps = tl.zeros([TILE], tl.int32)
         if MEAN:
             steps = tl.load(steps_ptr + channel)
@@ -162,10 +167,10 @@ if triton is not None:
             while past <= last:
                 slot = ring_ptr + (past % SLOTS).to(tl.int64) * numel
                 if COMMIT:
-                    kept = tl.load(slot + offsets, mask=due & (past != call), other=0.0).to(tl.float32)
+                    kept = tl.load(slot + offsets, mask=pending & (past != call), other=0.0).to(tl.float32)
                     grad = tl.where(past == call, now, kept) * tl.load(clip_ptr + past)
                 else:
-                    grad = tl.load(slot + offsets, mask=due, other=0.0).to(tl.float32) * tl.load(clip_ptr + past)
+                    grad = tl.load(slot + offsets, mask=pending, other=0.0).to(tl.float32) * tl.load(clip_ptr + past)
                 if MEAN:
                     total += grad
                 else:
@@ -200,10 +205,12 @@ if triton is not None:
                 on, now * clip, lr, tl.load(bias1_ptr + n), tl.load(bias2_ptr + n), master, exp_avg, exp_avg_sq,
                 new1, keep2, new2, eps, weight_decay,
             )  # fmt: skip
-            tl.store(master_ptr + offsets, master, mask=active)
-            tl.store(exp_avg_ptr + offsets, exp_avg, mask=active)
-            tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq, mask=active)
-            tl.store(out_ptr + offsets, tl.where(on, master, master - drift).to(out_ptr.dtype.element_ty), mask=active)
+            tl.store(master_ptr + offsets, master, mask=used)
+            tl.store(exp_avg_ptr + offsets, exp_avg, mask=used)
+            tl.store(exp_avg_sq_ptr + offsets, exp_avg_sq, mask=used)
+            published = tl.where(on, master, master - drift).to(out_ptr.dtype.element_ty)
+            before = tl.load(out_ptr + offsets, mask=used, other=0.0)
+            tl.store(out_ptr + offsets, tl.where(active, published, before), mask=used)
             if SLOTS > 0:
                 tl.store(ring_ptr + (call % SLOTS).to(tl.int64) * numel + offsets, gradient)
         else:
@@ -214,8 +221,6 @@ def update_triton(
     state: State, layout: Layout, hyper: Hyper, call: int, windows: Tensor, lookahead: Tensor | None, out: Tensor, commit: bool
 ) -> None:
     """As `update_torch`; fp32 state."""
-    if layout.tiles.device != out.device:
-        layout.tiles = layout.tiles.to(out.device)
     beta1, beta2 = hyper.betas
     _update[(layout.numel // layout.tile,)](
         state.grad, state.master, state.exp_avg, state.exp_avg_sq, out, state.ring, state.flags, state.steps,

@@ -106,15 +106,16 @@ class ZenFlowConfig:
         if self.preset not in PRESETS:
             raise ValueError(f"preset {self.preset!r} is unknown; there are: {', '.join(PRESETS)}")
         for name, value in (BASE | PRESETS[self.preset]).items():
-            if getattr(self, name) is None:
-                object.__setattr__(self, name, value)
-        if self.lag == "interval":
-            object.__setattr__(self, "lag", self.initial_interval)
-        if self.max_update_interval is None:
-            object.__setattr__(self, "max_update_interval", self.initial_interval)
+            self._fill(name, None, value)
+        self._fill("lag", "interval", self.initial_interval)
+        self._fill("max_update_interval", None, self.initial_interval)
         if isinstance(self.channel_dim, Mapping):
             object.__setattr__(self, "channel_dim", dict(self.channel_dim))
         self._validate()
+
+    def _fill(self, name: str, unset: Any, value: Any) -> None:
+        if getattr(self, name) == unset:
+            object.__setattr__(self, name, value)
 
     @property
     def initial_interval(self) -> int:
@@ -203,13 +204,13 @@ class ZenFlowConfig:
         if self.update_in_backward:
             if self.max_grad_norm is not None:
                 raise ValueError(
-                    "max_grad_norm cannot be used with update_in_backward (preset stronghold): blocks are updated before the norm "
-                    "is known; leave max_grad_norm out, or use preset zero-offload"
+                    "max_grad_norm cannot be used with update_in_backward (preset stronghold): blocks are updated before the "
+                    "norm is known; leave max_grad_norm out, or use preset zero-offload"
                 )
             if (self.initial_interval, self.lag, self.topk_ratio) != (1, 0, 0) or self.max_update_interval != 1:
                 raise ValueError(
-                    "update_in_backward (preset stronghold) needs update_interval=1, lag=0 and topk_ratio=0: an update that starts "
-                    "during backward belongs to that one gradient"
+                    "update_in_backward (preset stronghold) needs update_interval=1, lag=0 and topk_ratio=0: an update that "
+                    "starts during backward belongs to that one gradient"
                 )
 
     # Forms

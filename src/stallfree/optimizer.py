@@ -24,8 +24,8 @@ from stallfree.telemetry.meter import mean_by_kind
 class ZenFlowAdamW(torch.optim.Optimizer):
     """AdamW whose state lives in host memory, updated beside training.
 
-    Important channels of each weight are updated on the device at every step; the others on the host, each gradient with its own
-    AdamW step, visible at most `update_interval + lag - 1` steps late (ZenFlow, arXiv 2505.12242; docs/update-rule.md).
+    Important channels of each weight are updated on the device at every step; the others on the host, each gradient with its
+    own AdamW step, visible at most `update_interval + lag - 1` steps late (ZenFlow, arXiv 2505.12242; docs/update-rule.md).
 
     Args:
         params: parameters, named parameters (recommended: names tell embeddings from linear weights) or param groups.
@@ -78,7 +78,12 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             assert optimizer is not None, "the engine outlived its optimizer"
             return {param: hyper for group in optimizer.param_groups for hyper in [_hyper(group)] for param in group["params"]}
 
-        self._engine = Engine(named, config, read_hypers)
+        def read_name(param: nn.Parameter) -> str:
+            optimizer = this()
+            assert optimizer is not None, "the engine outlived its optimizer"
+            return next(name for name, member in optimizer._named(optimizer.param_groups, frozen=True) if member is param)
+
+        self._engine = Engine(named, config, read_hypers, read_name)
         state.populate(self._engine, self.state)
         self._finalizer = weakref.finalize(self, self._engine.close)
 
@@ -154,8 +159,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Change S; each block adopts it when its window closes."""
         if isinstance(interval, bool) or not isinstance(interval, int) or not 1 <= interval <= self.config.max_update_interval:
             raise ValueError(
-                f"update_interval must be a whole number from 1 to max_update_interval ({self.config.max_update_interval}, fixed at "
-                f"construction); got {interval!r}"
+                f"update_interval must be a whole number from 1 to {self.config.max_update_interval} (max_update_interval, fixed "
+                f"at construction); got {interval!r}"
             )
         self.engine.clock.interval = interval
 
@@ -212,8 +217,9 @@ def _as_groups(params: Iterable[Any]) -> list[Any]:
 def _peek(group: dict[str, Any]) -> list[Any]:
     """The parameters of a group, made a list in place so that an iterator is not used up."""
     params = group["params"]
-    group["params"] = [params] if isinstance(params, Tensor) else list(params)
-    return group["params"]
+    members = [params] if isinstance(params, Tensor) else list(params)
+    group["params"] = members
+    return members
 
 
 def _hyper(group: dict[str, Any]) -> Hyper:
@@ -240,6 +246,6 @@ def _refuse_plain_ranks() -> None:
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
         raise RuntimeError(
-            "plain (unsharded) parameters in a job of several processes: DistributedDataParallel would keep a full copy of the host "
-            "state on every rank. Shard the model with torch.distributed.fsdp.fully_shard; this version trains one process only"
+            "plain (unsharded) parameters in a job of several processes: DistributedDataParallel would keep a full copy of the "
+            "host state on every rank. The way will be torch.distributed.fsdp.fully_shard; this version trains one process"
         )

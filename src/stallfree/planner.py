@@ -86,6 +86,7 @@ def check_fits(needed: Plan) -> None:
     available = available_host_bytes()
     if needed.host > available:
         raise MemoryError(
-            f"the optimizer state needs {needed.host / GIB:.2f} GiB of host memory, and {available / GIB:.2f} GiB are available:\n"
-            f"{needed.table()}\nWays out: moments_dtype='bfloat16', a smaller update_interval, a larger topk_ratio, or a larger machine"
+            f"the optimizer state needs {needed.host / GIB:.2f} GiB of host memory; {available / GIB:.2f} GiB are available:\n"
+            f"{needed.table()}\n"
+            "Ways out: moments_dtype='bfloat16', a smaller update_interval, a larger topk_ratio, or a larger machine"
         )

@@ -6,6 +6,7 @@ Heavy imports (transformers, reasoning-gym) happen inside the commands, so that 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -51,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "--debug" in arguments:
             raise
         return _report(_sentence(error))
-    except typer.Abort:
-        return 130
+    except typer.Abort:  # Ctrl-C before there is anything to save
+        return 128 + signal.SIGINT
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # a flag that typer refused
             return _report(error.format_message())

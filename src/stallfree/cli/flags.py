@@ -1,4 +1,4 @@
-"""A settings model -> a typer command and a table for the docs. The model's fields are the only place where flags are defined."""
+"""A settings model -> a typer command and a table for the docs. Flags are defined by the model's fields alone."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _extra(field: FieldInfo) -> dict[str, Any]:
 
 
 def _metavar(field: FieldInfo) -> str | None:
-    given = _extra(field)["metavar"]
+    given: str | None = _extra(field)["metavar"]
     if given is not None or field.annotation is bool:
         return given
     kinds = [field.annotation, *get_args(field.annotation)]
@@ -89,7 +89,7 @@ def _metavar(field: FieldInfo) -> str | None:
 
 def _default(field: FieldInfo) -> str:
     if shown := _extra(field)["shown"]:
-        return shown
+        return str(shown)
     if field.is_required() or field.default in (None, False):
         return ""
     return ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)

@@ -8,7 +8,7 @@ pass adds to what is staged. Whatever it cannot answer raises and names the way 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,10 +18,20 @@ from stallfree.engine.blocks import Weight
 aten = torch.ops.aten
 
 
+class Owner(Protocol):
+    """The engine, as a staged gradient sees it."""
+
+    def check_scalable(self, staged: Staged) -> None: ...
+
+    def restage(self, staged: Staged, grad: Tensor) -> None: ...
+
+    def full_gradient(self, staged: Staged) -> Tensor: ...
+
+
 class Staged:
     """One weight's gradient of one call: selected rows on the device, deferred rows in a slot."""
 
-    def __init__(self, weight: Weight, call: int, owner: Any) -> None:
+    def __init__(self, weight: Weight, call: int, owner: Owner) -> None:
         self.weight, self.call, self._owner = weight, call, owner
         self.squares: Tensor  # [channels] fp32, before `factor`
         self.selected: Tensor  # [selected, length], the gradient's dtype
@@ -74,7 +84,9 @@ class StagedGradient(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         answer = ANSWERS.get(func)
         if answer is None:
             handle = next(arg for arg in _flat(args) + _flat(tuple((kwargs or {}).values())) if isinstance(arg, StagedGradient))
@@ -85,8 +97,8 @@ class StagedGradient(torch.Tensor):
 def _way_out(staged: Staged, what: str) -> str:
     name = staged.weight.name or f"a parameter of shape {tuple(staged.weight.param.shape)}"
     return (
-        f"{what} is not possible on the gradient of {name}: it is staged, with its deferred part in host memory. Norms, clipping "
-        "and scaling by a number work as usual; for the plain tensor call optimizer.full_gradient(param)"
+        f"{what} is not possible on the gradient of {name}: it is staged, with its deferred part in host memory. Norms, "
+        "clipping and scaling by a number work as usual; for the plain tensor call optimizer.full_gradient(param)"
     )
 
 

@@ -93,17 +93,17 @@ class HostWorker:
             return self._threads.submit(run)
         done: Future[None] = Future()
         try:
-            done.set_result(run())
+            run()
+            done.set_result(None)
         except HostError as error:
             done.set_exception(error)
         return done
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""
-        if os.getpid() == self._process:
-            if self._threads is not None:
-                self._threads.shutdown(wait=True)
-            self.kernel.close()
+        if self._threads is not None:
+            self._threads.shutdown(wait=True)
+        self.kernel.close()
 
 
 def available_cores() -> list[int]:
@@ -128,8 +128,7 @@ def host_cores(config: ZenFlowConfig, on_gpu: bool) -> tuple[int, list[int] | No
     and the host kernel takes half of them.
     """
     cores = available_cores()
-    threads = config.host_threads
-    if threads == "auto":
-        threads = max(1, len(cores) - 2 if on_gpu else len(cores) // 2)
+    share = max(1, len(cores) - 2 if on_gpu else len(cores) // 2)
+    threads = share if config.host_threads == "auto" else config.host_threads
     pin = on_gpu if config.pin_host_threads == "auto" else config.pin_host_threads
     return threads, cores[-threads:] if pin and len(cores) >= threads else None

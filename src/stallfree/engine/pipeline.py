@@ -6,10 +6,12 @@ and selected channels, close windows. Nothing here decides by timing; waiting is
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -32,12 +34,16 @@ Hypers = dict[nn.Parameter, Hyper]
 
 
 class Engine:
-    """Everything behind `ZenFlowAdamW`. Owns the state of all parameters; knows the optimizer only through `read_hypers`."""
+    """Everything behind `ZenFlowAdamW`. Owns the state of all parameters; knows the optimizer only through two callbacks."""
 
     def __init__(
-        self, named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig, read_hypers: Callable[[], Hypers]
+        self,
+        named: Sequence[tuple[str, nn.Parameter]],
+        config: ZenFlowConfig,
+        read_hypers: Callable[[], Hypers],
+        read_name: Callable[[nn.Parameter], str],
     ) -> None:
-        self.config, self.read_hypers = config, read_hypers
+        self.config, self.read_hypers, self.read_name = config, read_hypers, read_name
         self.device = named[0][1].device
         self.kernel = TorchDevice()
         self.link = Link(self.device)
@@ -53,6 +59,7 @@ class Engine:
         self.failed: BaseException | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._records: Tensor | None = None
+        self._process = os.getpid()
         self.adopt(named)
 
     # Construction
@@ -112,9 +119,9 @@ class Engine:
         state.staged, state.passes_seen = None, 0
 
     def _stage(self, state: WeightState, grad: Tensor) -> None:
-        """Replace a gradient by a handle: selected rows stay on the device, deferred rows go down to the slot of the next call."""
+        """Replace a gradient by a handle: selected rows stay on the device, deferred rows go down to the next call's slot."""
         weight = state.weight
-        check_gradient(weight.name, weight.param, grad)
+        check_gradient(weight.param, grad, lambda: weight.name)
         if weight.param.data_ptr() != state.seen[0]:
             weights.check_unmoved(self, weight.param)
         staged = Staged(weight, self.clock.call + 1, self)
@@ -127,6 +134,8 @@ class Engine:
             self._replay_early(state, staged)
 
     def _replay_early(self, state: WeightState, staged: Staged) -> None:
+        if written(state.weight.param) != state.seen:
+            weights.notice_writes(self)
         hyper = self.read_hypers()[state.weight.param]
 
         def work() -> None:
@@ -140,7 +149,7 @@ class Engine:
         state = self.weights[staged.weight.param]
         if staged.consumed and not staged.zero:
             raise RuntimeError(
-                f"the gradient of {staged.weight.name} was applied by step() and cannot be added to: call zero_grad() after step()"
+                f"the gradient of {staged.weight.name} was applied by step() already; call zero_grad() after step()"
             )
         self.check_scalable(staged)
         if staged.zero:
@@ -159,8 +168,8 @@ class Engine:
     def check_scalable(self, staged: Staged) -> None:
         if self.weights[staged.weight.param].early is not None:
             raise RuntimeError(
-                f"the gradient of {staged.weight.name} cannot be changed any more: update_in_backward (preset stronghold) began its "
-                "update during backward. Clipping, scaling and a varying number of backward passes need preset zero-offload"
+                f"the gradient of {staged.weight.name} cannot change any more: update_in_backward (preset stronghold) began "
+                "its update during backward. Clipping, scaling and a varying number of backward passes need preset zero-offload"
             )
 
     def full_gradient(self, staged: Staged) -> Tensor:
@@ -219,10 +228,9 @@ class Engine:
             grad = param.grad
             if grad is None or isinstance(grad, StagedGradient):
                 continue
-            state = self.weights.get(param)
-            check_gradient(state.weight.name if state else self.name_of(param), param, grad)
-            if state is None and param not in self.residents:
-                newcomers.append(("", param))
+            check_gradient(param, grad, partial(self.read_name, param))
+            if param not in self.weights and param not in self.residents:
+                newcomers.append((self.read_name(param), param))
         if newcomers:  # frozen at construction, trained now
             self.adopt(newcomers)
         for param, state in self.weights.items():
@@ -347,24 +355,18 @@ class Engine:
             split, moved = half.handover
             places = moved.nonzero().flatten()
             arriving = self.link.fetch(split.selected[places])
-            pairs = (
-                (half.master, host.master),
-                (half.exp_avg, host.exp_avg),
-                (half.exp_avg_sq, host.exp_avg_sq),
-                (half.steps, host.steps),
-            )
             if half.installed.selected.numel():
                 leaving = self.link.fetch(half.installed.selected[places])
-                for ours, theirs in pairs:
+                for ours, theirs in state.halves():
                     theirs[leaving] = self.link.fetch(ours[places]).to(theirs.dtype)
-            for ours, theirs in pairs:
+            for ours, theirs in state.halves():
                 ours[places] = self.link.send(theirs[arriving].to(ours.dtype))
             half.installed, half.handover = split, None
             host.deferred = self.link.fetch(split.deferred)
             self.kernel.scatter(state.weight.rows, split.selected[places], half.master[places])
 
     def _finish_call(self) -> None:
-        for param, state in self.weights.items():
+        for state in self.weights.values():
             if state.passes_seen:
                 state.passes_expected = state.passes_seen
             state.passes_seen = 0
@@ -399,11 +401,10 @@ class Engine:
                 f"{what} between backward and step() is not possible with update_in_backward; call it after step()"
             )
 
-    def name_of(self, param: nn.Parameter) -> str:
-        return (self.weights[param].weight if param in self.weights else self.residents[param].resident).name
-
     def close(self) -> None:
-        """Finish host work, end the threads, remove the hooks. Idempotent."""
+        """Finish host work, end the threads, remove the hooks. Idempotent; does nothing in a forked child."""
+        if os.getpid() != self._process:
+            return
         while self._hooks:
             self._hooks.pop().remove()
         self.worker.close()
@@ -411,10 +412,17 @@ class Engine:
         self.paused = "the optimizer was closed"
 
 
-def check_gradient(name: str, param: Tensor, grad: Tensor) -> None:
+def check_gradient(param: Tensor, grad: Tensor, name: Callable[[], str]) -> None:
     """Refuse a gradient that cannot be staged."""
-    label = name or f"a parameter of shape {tuple(param.shape)}"
     if grad.layout != torch.strided:
-        raise TypeError(f"the gradient of {label} is {grad.layout}; only dense gradients work (nn.Embedding(sparse=False))")
+        raise TypeError(
+            f"the gradient of {_label(param, name())} is {grad.layout}; only dense ones work (nn.Embedding(sparse=False))"
+        )
     if grad.shape != param.shape:
-        raise RuntimeError(f"{label} was resized after the optimizer was built; build the optimizer after resizing the model")
+        raise RuntimeError(
+            f"{_label(param, name())} was resized after the optimizer was built; build the optimizer after resizing the model"
+        )
+
+
+def _label(param: Tensor, name: str) -> str:
+    return name or f"a parameter of shape {tuple(param.shape)}"

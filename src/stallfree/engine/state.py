@@ -6,6 +6,7 @@ rows of selected channels are filled into the room that the host arrays keep for
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,7 +24,7 @@ VERSION = 1
 FIXED = ("topk_ratio", "rule", "lag", "max_update_interval", "moments_dtype", "update_in_backward")
 
 
-def populate(engine: Engine, into: dict[nn.Parameter, dict[str, Any]]) -> None:
+def populate(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     """Views of the live state, there from construction on."""
     for param, state in engine.weights.items():
         into[param] = {name: state.weight.shaped(getattr(state.host, name)) for name in ("master", "exp_avg", "exp_avg_sq")}
@@ -37,7 +38,7 @@ def populate(engine: Engine, into: dict[nn.Parameter, dict[str, Any]]) -> None:
 
 
 @torch.no_grad()
-def export(engine: Engine, into: dict[nn.Parameter, dict[str, Any]]) -> None:
+def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     """Bring `state[p]` up to date. Waits for host work under way; changes nothing that training can see."""
     engine.check_usable()
     engine.refuse_early("state_dict()")
@@ -67,12 +68,7 @@ def export(engine: Engine, into: dict[nn.Parameter, dict[str, Any]]) -> None:
 def _export_weight(block: BlockState, place: int, state: WeightState) -> dict[str, Any]:
     half, host = state.selected, state.host
     held = half.installed.selected.to("cpu")
-    for ours, theirs in (
-        (half.master, host.master),
-        (half.exp_avg, host.exp_avg),
-        (half.exp_avg_sq, host.exp_avg_sq),
-        (half.steps, host.steps),
-    ):
+    for ours, theirs in state.halves():
         if held.numel():
             theirs[held] = ours.to("cpu", theirs.dtype)
     exported: dict[str, Any] = {
@@ -247,12 +243,7 @@ def _load_weight(state: WeightState, saved: dict[str, Any]) -> None:
     half.installed = _split(saved["selected"].to(device), state)
     held = half.installed.selected.to("cpu")
     if held.numel():
-        for ours, theirs in (
-            (half.master, host.master),
-            (half.exp_avg, host.exp_avg),
-            (half.exp_avg_sq, host.exp_avg_sq),
-            (half.steps, host.steps),
-        ):
+        for ours, theirs in state.halves():
             ours.copy_(theirs[held])
         if "selected_moments" in saved:
             half.exp_avg.copy_(saved["selected_moments"][0])

@@ -68,13 +68,11 @@ def exact_weights(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.paused = None
-        touched = [engine.name_of(param) for param in _written_outside(engine)]
+        touched = [engine.read_name(param) for param in _written_outside(engine)]
         with torch.no_grad():
             _restore(engine, saved)
         if touched:
-            raise RuntimeError(
-                f"weights were written inside exact_weights(), where nothing is kept: {', '.join(touched[:4])}; write them outside"
-            )
+            raise RuntimeError(f"weights were written inside exact_weights(), where nothing is kept: {', '.join(touched[:4])}")
 
 
 def _show_exact(engine: Engine, block: BlockState) -> None:
@@ -121,8 +119,8 @@ def check_unmoved(engine: Engine, param: nn.Parameter) -> None:
     ):
         if now != then:
             raise RuntimeError(
-                f"{label} changed its {what} from {then} to {now} after the optimizer was built; move, convert or resize the model first "
-                "and build the optimizer then"
+                f"{label} changed its {what} from {then} to {now} after the optimizer was built; move, convert or resize the "
+                "model first and build the optimizer then"
             )
 
 

@@ -1,4 +1,4 @@
-"""What is in flight: the gradient of a weight in the current call, a block's open window, and windows on their way to the publish."""
+"""What is in flight: the gradient of the current call, a block's open window, and windows on their way to the publish."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
@@ -18,6 +17,8 @@ from stallfree.engine.schedule import BlockSchedule
 from stallfree.engine.transfer import Link, Ready, Slots
 from stallfree.kernels.device import DeviceKernel, Hyper
 from stallfree.kernels.replay import SlotGradient
+
+STATE = ("master", "exp_avg", "exp_avg_sq", "steps")
 
 
 class WeightState:
@@ -34,6 +35,10 @@ class WeightState:
         self.early: Future[None] | None = None  # host work that began during backward
         self.seen = written(weight.param)
         self.restored: Tensor | None = None  # what load_state_dict wrote, until the next call
+
+    def halves(self) -> tuple[tuple[Tensor, Tensor], ...]:
+        """The device's and the host's tensor of each part of the state, in the same order."""
+        return tuple((getattr(self.selected, name), getattr(self.host, name)) for name in STATE)
 
     def reset(self) -> None:
         """As at construction, from the weights as they are now."""

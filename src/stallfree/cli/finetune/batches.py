@@ -23,8 +23,8 @@ class Batch:
     tokens: int  # tokens that are not padding
 
     def to(self, device: torch.device) -> Batch:
-        moved = (tensor.to(device, non_blocking=True) for tensor in (self.input_ids, self.labels, self.columns))
-        return Batch(*moved, self.learned, self.tokens)
+        ids, labels, columns = (part.to(device, non_blocking=True) for part in (self.input_ids, self.labels, self.columns))
+        return Batch(ids, labels, columns, self.learned, self.tokens)
 
 
 def collate(examples: list[Example], pad_id: int) -> Batch:

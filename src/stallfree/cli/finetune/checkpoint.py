@@ -32,7 +32,7 @@ def load_checkpoint(directory: Path, fingerprint: str) -> dict[str, Any]:
             f"the run in {directory} has no checkpoint to resume from: it is complete, or start anew with --overwrite"
         )
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch has many for a damaged file
         raise UsageError(f"{path} is damaged ({type(error).__name__}): start anew with --overwrite") from error
     if state["fingerprint"] != fingerprint:

@@ -29,6 +29,7 @@ class Display:
             disable=not console.is_terminal,
         )
         self._task = self._bar.add_task("", total=steps, numbers="")
+        self._latest: dict[str, Any] = {}  # rho and stall are not read at every step
 
     def __enter__(self) -> Display:
         self._bar.start()
@@ -41,15 +42,16 @@ class Display:
         self.console.print(escape(text), soft_wrap=True)  # commands are there to be copied
 
     def step(self, record: dict[str, Any]) -> None:
-        step, numbers = record["step"], _numbers(record)
+        self._latest |= record
+        step, numbers = record["step"], _numbers(self._latest)
         self._bar.update(self._task, completed=step, numbers=numbers)
         if not self.console.is_terminal and (step % max(1, self._steps // LINES_PER_RUN) == 0 or step == self._steps):
             self.note(f"step {step}/{self._steps}  {numbers}")
 
-    def evaluation(self, evaluation: Evaluation, task: str | None) -> None:
+    def evaluation(self, evaluation: Evaluation) -> None:
         text = f"[bold]step {evaluation.step}: held-out loss {evaluation.loss:.4f}[/]"
         if evaluation.score is not None:
-            text += f", {task} score {evaluation.score:.3f} on {evaluation.scored} problems"
+            text += f", score {evaluation.score:.3f} on {evaluation.scored} problems"
         self.console.print(text, soft_wrap=True)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,7 +51,7 @@ class Encoder:
         if self.tokenizer.chat_template is None:
             self.tokenizer.chat_template = PLAIN_CHAT_TEMPLATE
 
-    def encode(self, records: list[Record]) -> list[Example]:
+    def encode(self, records: Sequence[Record]) -> list[Example]:
         """Plain texts are joined and split into sequences of `seq_length`; every other record is one sequence.
 
         Raises:
@@ -72,7 +72,7 @@ class Encoder:
         """Sequences overlap by one token, so that every token but the very first is learned once."""
         stream: list[Tensor] = []
         for text in texts:
-            tokens = self._tokens(text.text, special=True) + [self.tokenizer.eos_token_id]
+            tokens = [*self._tokens(text.text, special=True), self.tokenizer.eos_token_id]
             stream.append(torch.tensor(tokens, dtype=torch.int64))
         ids = torch.cat(stream) if stream else torch.empty(0, dtype=torch.int64)
         for start in range(0, len(ids) - 1, self.seq_length - 1):
@@ -96,7 +96,7 @@ class Encoder:
     def _pieces(self, record: Pair | Chat) -> list[tuple[list[int], bool]]:
         """(tokens, whether they are learned), in order. Prompt and answer are tokenized apart, as they are in generation."""
         if isinstance(record, Pair):
-            answer = self._tokens(record.completion) + [self.tokenizer.eos_token_id]
+            answer = [*self._tokens(record.completion), self.tokenizer.eos_token_id]
             return [(self._tokens(record.prompt, special=True), False), (answer, True)]
         return [(self._tokens(text), learned) for text, learned in self._turns(record)]
 
@@ -114,7 +114,7 @@ class Encoder:
         return pieces
 
     def _cut_at(self, chat: Chat, answers: list[int]) -> list[tuple[str, bool]] | None:
-        """The conversation up to the last of `answers`, cut around each of them; None where the template rewrites earlier turns."""
+        """The conversation up to the last of `answers`, cut around each; None where the template rewrites earlier turns."""
         done, pieces = "", []
         for index in answers:
             prompt = self._render(chat, chat.messages[:index], add_generation_prompt=True)
@@ -128,9 +128,11 @@ class Encoder:
 
     def _render(self, chat: Chat, messages: list[dict[str, str]], *, add_generation_prompt: bool = False) -> str:
         try:
-            return self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+            return str(
+                self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+            )
         except jinja2.TemplateError as error:
             raise UsageError(f"{chat.where}: the model's chat template refuses this conversation: {error}") from None
 
     def _tokens(self, text: str, *, special: bool = False) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
+        return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 
 from stallfree.cli.finetune.batches import IGNORE, Batch, collate
 from stallfree.cli.finetune.data import Data
-from stallfree.cli.finetune.encode import Example
 from stallfree.cli.finetune.settings import FinetuneSettings
 
 SCORE_SECONDS = 60.0  # after which scoring before the training starts no further batch
@@ -76,13 +75,15 @@ class Evaluator:
             self._model.train()
 
     def prompt_text(self) -> str:
-        return self._tokenizer.decode(self.sample_prompt, skip_special_tokens=True)
+        return str(self._tokenizer.decode(self.sample_prompt, skip_special_tokens=True))
 
     def expected_text(self) -> str | None:
         """What the data itself answers to the sample prompt."""
         if self._settings.sample_prompt is not None:
             return None
-        return self._expected(self._data.held_out[0])
+        example = self._data.held_out[0]
+        answer = example.ids[len(example.prompt) :][:SAMPLE_TOKENS]
+        return str(self._tokenizer.decode(answer, skip_special_tokens=True))
 
     def _loss(self) -> float:
         total, count = 0.0, 0
@@ -127,7 +128,7 @@ class Evaluator:
             eos_token_id=self._model.generation_config.eos_token_id or self._tokenizer.eos_token_id,
             pad_token_id=self._tokenizer.pad_token_id,
         )
-        return self._tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True)
+        return list(self._tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True))
 
     def _encode_sample_prompt(self) -> Tensor:
         text = self._settings.sample_prompt
@@ -139,6 +140,3 @@ class Evaluator:
             )
             return torch.tensor(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         return torch.tensor(self._tokenizer(text)["input_ids"])
-
-    def _expected(self, example: Example) -> str:
-        return self._tokenizer.decode(example.ids[len(example.prompt) :][:SAMPLE_TOKENS], skip_special_tokens=True)

@@ -95,9 +95,11 @@ def _results(evaluations: list[dict[str, Any]]) -> str:
 
 def _optimizer(steps: list[dict[str, Any]], preset: str) -> str:
     parts = [f"Optimizer: preset `{preset}`"]
-    for name in ("rho", "retention"):  # while warming up every channel is deferred
-        if values := [record[name] for record in steps if name in record and not record.get("warming_up")]:
-            parts.append(f"{name} {statistics.fmean(values):.3f} on average")
+    settled = [record for record in steps if not record.get("warming_up")]  # before that every channel is deferred
+    if rhos := [record["rho"] for record in settled if "rho" in record]:
+        parts.append(f"rho {statistics.fmean(rhos):.3f} on average")
+    if kept := [record["retention"] for record in settled if "retention" in record]:
+        parts.append(f"retention {statistics.fmean(kept):.3f}")
     if stalls := [record["stall_ms"] for record in steps if "stall_ms" in record]:
         parts.append(f"stall {statistics.median(stalls):.0f} ms a step (median), {sum(stalls) / 1000:.1f} s in all")
     if steps and (skipped := steps[-1].get("skipped_steps")):

@@ -39,6 +39,7 @@ def finetune(settings: FinetuneSettings, *, resume: bool = False, overwrite: boo
     console = Console(highlight=False)
     console.print(f"loading {settings.model}")
     model, tokenizer = load_model(settings.model, _dtype(settings, device), settings.seed)
+    console.print(f"reading {settings.data}")
     data = load_data(settings, tokenizer)
     steps = _steps(settings, len(data.train))
     warmup_steps(settings, steps)
@@ -83,8 +84,8 @@ class Run:
         training, display = self.training, self.display
         parameters = sum(parameter.numel() for parameter in training.model.parameters())
         display.note(
-            f"{parameters / 1e6:,.1f}M parameters, {len(self.data.train)} sequences to train on, {len(self.data.held_out)} held out, "
-            f"{training.steps} steps on {training.model.device}"
+            f"{parameters / 1e6:,.1f}M parameters on {training.model.device}, {training.steps} steps, "
+            f"{len(self.data.train)} sequences to train on, {len(self.data.held_out)} held out"
         )
         for note in self.data.notes:
             display.note(f"note: {note}")
@@ -106,21 +107,18 @@ class Run:
 
     def _evaluation_is_due(self) -> bool:
         step, last = self.training.step, self.training.steps
-        every = max(1, last // 4) if self.settings.eval_every is None else self.settings.eval_every
-        # A fraction of a step's distance before the end is not worth a second evaluation.
-        due = step in (0, last) or (every and step % every == 0 and last - step > every // 2)
-        return bool(due) and step not in self.evaluations
+        every = math.ceil(last / 4) if self.settings.eval_every is None else self.settings.eval_every
+        return (step in (0, last) or (every > 0 and step % every == 0)) and step not in self.evaluations
 
     def _evaluate(self) -> None:
         self._log_pending()
-        step, first = self.training.step, self.evaluations.get(0)
+        step = self.training.step
+        scored = self.evaluations[0].scored if step else None
         with self.training.optimizer.exact_weights():
-            found = self.evaluator.evaluate(
-                step, answers=step in (0, self.training.steps), scored_before=first and first.scored
-            )
+            found = self.evaluator.evaluate(step, answers=step in (0, self.training.steps), scored_before=scored)
         self.evaluations[step] = found
         self.log.append(found.record())
-        self.display.evaluation(found, self.settings.data)
+        self.display.evaluation(found)
 
     def _log_pending(self) -> None:
         """Write the record of the step before: by now the device has finished it."""
@@ -132,7 +130,7 @@ class Run:
         self.not_finite = 0 if math.isfinite(record["loss"]) else self.not_finite + 1
         if self.not_finite == NOT_FINITE_LIMIT:
             raise UsageError(
-                f"the loss was not finite for {NOT_FINITE_LIMIT} steps up to step {record['step']}: lower --lr or raise --warmup"
+                f"the loss was not finite in {NOT_FINITE_LIMIT} steps up to {record['step']}: lower --lr or raise --warmup"
             )
 
     def _save(self) -> None:
@@ -161,7 +159,7 @@ class Run:
         before, after = self.evaluations[0], self.evaluations[self.training.steps]
         line = f"held-out loss {before.loss:.4f} -> {after.loss:.4f}"
         if before.score is not None and after.score is not None:
-            line += f", {self.settings.data} score {before.score:.3f} -> {after.score:.3f}"
+            line += f", score {before.score:.3f} -> {after.score:.3f}"
         self.display.note(f"{line}\nmodel in {self.output}, report in {report}")
         return 0
 
@@ -198,7 +196,8 @@ def _device(settings: FinetuneSettings) -> torch.device:
 
 
 def _dtype(settings: FinetuneSettings, device: torch.device) -> torch.dtype:
-    return getattr(torch, settings.dtype or ("bfloat16" if device.type == "cuda" else "float32"))
+    name = settings.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
 def _steps(settings: FinetuneSettings, sequences: int) -> int:

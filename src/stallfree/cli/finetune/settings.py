@@ -88,6 +88,13 @@ class FinetuneSettings(BaseModel):
         shown="the first held-out one",
         min_length=1,
     )
+    log_every: int | None = _setting(
+        None,
+        "Steps between readings of rho, stall and the like: each makes a GPU wait. Loss and speed are logged at every step.",
+        "Data and evaluation",
+        shown="10 on a GPU, else 1",
+        ge=1,
+    )
     save_every: int = _setting(0, "Steps between checkpoints; 0: only when interrupted.", "Data and evaluation", ge=0)
 
     @property
@@ -151,7 +158,7 @@ def _resumed(given: dict[str, Any]) -> FinetuneSettings:
     for name in FinetuneSettings.model_fields:
         if getattr(saved, name) != getattr(asked, name):
             raise UsageError(
-                f"{flag(name)} was {getattr(saved, name)} in the run in {directory} and cannot change to {getattr(asked, name)}: "
+                f"{flag(name)} was {getattr(saved, name)} in the run in {directory}, not {getattr(asked, name)}: "
                 f"leave it out, or start anew with --overwrite instead of --resume"
             )
     return saved

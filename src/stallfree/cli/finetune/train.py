@@ -46,6 +46,7 @@ class Training:
         self.step = 0  # steps done
         self.tokens = 0  # seen so far, without padding
         self._data, self._settings, self._pad_id = data, settings, pad_id
+        self._log_every = settings.log_every or (1 if model.device.type == "cpu" else 10)
         self._order = Order(len(data.train), settings.seed)
         torch.manual_seed(settings.seed)  # dropout
 
@@ -67,8 +68,9 @@ class Training:
         tokens = sum(batch.tokens for batch in batches)
         self.tokens += tokens
         record = {"step": self.step, "lr": lr, "tokens": tokens}
-        measured = self.optimizer.metrics()
-        record |= {name: measured[name] for name in METRICS if measured.get(name) is not None}
+        if self.step % self._log_every == 0 or self.step == self.steps:
+            measured = self.optimizer.metrics()
+            record |= {name: measured[name] for name in METRICS if measured.get(name) is not None}
         return PendingRecord(record | {"seconds": time.perf_counter() - begun}, loss)
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Stallfree in other people's training loops."""
