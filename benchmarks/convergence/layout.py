@@ -1,7 +1,7 @@
 """Parameters in one flat buffer, so that one kernel launch updates a whole model.
 
-Equal matrices of all layers lie at a fixed distance, so that a strided view holds them all. Every matrix starts at a multiple of
-`tile` elements: a tile of the update kernel then lies in one matrix, and a small table tells it which.
+Equal matrices of all layers lie at a fixed distance, so that a strided view holds them all. Every matrix starts at a
+multiple of `tile` elements: a tile of the update kernel then lies in one matrix, and a small table tells it which.
 """
 
 from __future__ import annotations
@@ -49,7 +49,13 @@ class Layout:
     """`layers` times the parameters `per_layer`, one block each, then the parameters `single`, one block each."""
 
     def __init__(
-        self, layers: int, per_layer: Sequence[Shape], single: Sequence[Shape], *, tile: int = 1024, device: torch.device | str = "cpu"
+        self,
+        layers: int,
+        per_layer: Sequence[Shape],
+        single: Sequence[Shape],
+        *,
+        tile: int = 1024,
+        device: torch.device | str = "cpu",
     ) -> None:
         self.tile, self.device = tile, device
         padded = lambda shape: -(-shape.rows * shape.cols // tile) * tile  # noqa: E731

@@ -37,7 +37,15 @@ class Llama:
         """Channels are input columns, for the embedding table rows."""
         d, kv = self.hidden, self.kv_heads * self.head_dim
         norms = [Shape(name, 1, d, resident=True) for name in ("input_norm", "post_norm")]
-        linear = [("q", d, d), ("k", kv, d), ("v", kv, d), ("o", d, d), ("gate", self.ffn, d), ("up", self.ffn, d), ("down", d, self.ffn)]
+        linear = [
+            ("q", d, d),
+            ("k", kv, d),
+            ("v", kv, d),
+            ("o", d, d),
+            ("gate", self.ffn, d),
+            ("up", self.ffn, d),
+            ("down", d, self.ffn),
+        ]
         single = [Shape("embed", self.vocab, d, by_row=True), Shape("norm", 1, d, resident=True)]
         return Layout(self.layers, [*(Shape(*shape) for shape in linear), *norms], single, tile=tile, device=device)
 
@@ -86,12 +94,13 @@ class BatchedLlama:
     def __init__(self, shape: Llama, layout: Layout, flat: Tensor) -> None:
         self.shape, self.layout = shape, layout
         self.params = {
-            group.shape.name: [p.requires_grad_() for p in layout.view(flat.detach(), group).unbind(1)] for group in layout.groups
+            group.shape.name: [p.requires_grad_() for p in layout.view(flat.detach(), group).unbind(1)]
+            for group in layout.groups
         }
         self.runs = torch.arange(flat.shape[0], device=flat.device)
 
     def loss(self, tokens: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
-        """[R] each run's mean loss. tokens: [R, B, T]; labels: [R, B, C] of the tokens after `positions`, -100 where there is none."""
+        """[R] each run's mean loss. tokens: [R, B, T]; labels: [R, B, C], of the tokens after `positions`; -100: none."""
         logits = self.logits(tokens, positions)
         losses = F.cross_entropy(logits.float().flatten(0, -2), labels.flatten(), ignore_index=-100, reduction="none")
         return losses.view(len(self.runs), -1).sum(1) / (labels != -100).flatten(1).sum(1)
@@ -119,9 +128,13 @@ class BatchedLlama:
         normed = self._norm(x, w["input_norm"])
 
         def heads(name: str, count: int) -> Tensor:  # [R*B, heads, T, head_dim]
-            return _Linear.apply(normed, w[name]).view(runs * batch, tokens // batch, count, self.shape.head_dim).transpose(1, 2)
+            return (
+                _Linear.apply(normed, w[name]).view(runs * batch, tokens // batch, count, self.shape.head_dim).transpose(1, 2)
+            )
 
-        q, k, v = (heads(name, n) for name, n in (("q", self.shape.heads), ("k", self.shape.kv_heads), ("v", self.shape.kv_heads)))
+        q, k, v = (
+            heads(name, n) for name, n in (("q", self.shape.heads), ("k", self.shape.kv_heads), ("v", self.shape.kv_heads))
+        )
         q, k = _rotate(q, *rope), _rotate(k, *rope)
         k, v = (t.repeat_interleave(self.shape.heads // self.shape.kv_heads, dim=1) for t in (k, v))
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(runs, tokens, -1)
@@ -134,7 +147,9 @@ class BatchedLlama:
         return F.rms_norm(x, x.shape[-1:], eps=self.shape.eps) * weight  # [R, N, hidden] * [R, 1, hidden]
 
     def _rope(self, length: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        frequency = self.shape.theta ** -(torch.arange(0, self.shape.head_dim, 2, device=like.device).float() / self.shape.head_dim)
+        frequency = self.shape.theta ** -(
+            torch.arange(0, self.shape.head_dim, 2, device=like.device).float() / self.shape.head_dim
+        )
         angle = torch.arange(length, device=like.device).float()[:, None] * frequency
         angle = torch.cat([angle, angle], -1)
         return angle.cos().to(like.dtype), angle.sin().to(like.dtype)

@@ -78,7 +78,9 @@ def loss_of(record: Mapping[str, Any]) -> float:
 
 def best_lr(results: Results, task: str, method: str, seed: int = 0) -> float:
     """The learning rate of the lowest held-out loss with one seed."""
-    return min((lr for lr in GRID if Run(task, method, lr, seed) in results), key=lambda lr: results[Run(task, method, lr, seed)])
+    return min(
+        (lr for lr in GRID if Run(task, method, lr, seed) in results), key=lambda lr: results[Run(task, method, lr, seed)]
+    )
 
 
 def neighbours(lr: float) -> list[float]:
@@ -86,7 +88,7 @@ def neighbours(lr: float) -> list[float]:
     return list(GRID[max(place - 1, 0) : place] + GRID[place + 1 : place + 2])
 
 
-def missing(results: Results, tasks: Iterable[str], methods: Iterable[str] = tuple(METHODS), seeds: Iterable[int] = SEEDS) -> list[Run]:
+def missing(results: Results, tasks: Iterable[str], methods: Iterable[str], seeds: Iterable[int] = SEEDS) -> list[Run]:
     """The runs still to be made, most important first."""
     first, *others = seeds
     wanted: list[tuple[int, Run]] = []

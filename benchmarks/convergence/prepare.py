@@ -48,7 +48,7 @@ def main() -> None:
         print(f"{name}: {len(data['tokens'])} sequences, e.g. {tokenizer.decode(data['tokens'][0])!r}")
     args.out.mkdir(parents=True, exist_ok=True)
     files = [args.out / "part1.pt", args.out / "part2.pt"]
-    for file, part in zip(files, parts):
+    for file, part in zip(files, parts, strict=True):
         torch.save(part, file)
         print(f"{file}: {file.stat().st_size / 1e6:.1f} MB")
     if args.check:

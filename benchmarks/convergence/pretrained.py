@@ -42,7 +42,11 @@ def read_gguf(path: Path, shape: Llama = SMOLLM2) -> dict[str, tuple[Tensor, str
     tensors = {}
     for tensor in gguf.GGUFReader(path).tensors:
         parts = tensor.name.split(".")
-        name = f"{GGUF_NAMES[parts[2]]}.{parts[1]}" if parts[0] == "blk" else {"token_embd": "embed", "output_norm": "norm"}[parts[0]]
+        name = (
+            f"{GGUF_NAMES[parts[2]]}.{parts[1]}"
+            if parts[0] == "blk"
+            else {"token_embd": "embed", "output_norm": "norm"}[parts[0]]
+        )
         raw = torch.from_numpy(tensor.data.copy()).view(torch.uint8)
         raw = raw.reshape(tensor.data.shape[0] if tensor.data.ndim == 2 else 1, -1)
         if name[0] in "qk":

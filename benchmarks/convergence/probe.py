@@ -17,13 +17,15 @@ class Probe:
     """Selects as the rule does, for both channel axes at once, but updates nothing."""
 
     def __init__(self, layout: Layout, method: Method, calls: int) -> None:
-        """`method` gives topk_ratio and score_decay; selections are made at the calls at which its first block would make them."""
+        """`method` gives topk_ratio, score_decay and when to select: at the calls at which its first block would."""
         self.layout, self.method = layout, method
         self.groups = [group for group in layout.groups if not group.shape.resident]
         self.selecting = {window.last for window in windows_of(method, 0, calls) if window.selects}
         self.scores: dict[tuple[str, str], Tensor] = {}
         self.masks: dict[tuple[str, str], Tensor] = {}
-        self.energy: dict[tuple[str, str], list[Tensor]] = {}  # (kind, "all" or an axis) -> squared norm, and that of deferred channels
+        self.energy: dict[
+            tuple[str, str], list[Tensor]
+        ] = {}  # (kind, "all" or an axis) -> squared norm, and that of deferred channels
         self.retained: dict[tuple[str, str], list[Tensor]] = {}
 
     def measure(self, grad: Tensor, call: int) -> None:
@@ -58,9 +60,13 @@ class Probe:
             table[kind] = dict(share=float((energy[kind, "all"] / everything).mean()))
             for axis in AXES:
                 rho = (energy[kind, axis] / energy[kind, "all"]).mean()
-                retention = torch.stack(self.retained[kind, axis]).float().mean() if (kind, axis) in self.retained else torch.nan
+                retention = (
+                    torch.stack(self.retained[kind, axis]).float().mean() if (kind, axis) in self.retained else torch.nan
+                )
                 table[kind][axis] = dict(rho=float(rho), retention=float(retention))
         automatic = {group.shape.name: "rows" if group.shape.by_row else "columns" for group in self.groups}
         for name, axis_of in (("auto", automatic), ("columns only", dict.fromkeys(kinds, "columns"))):
-            table[f"together, {name}"] = dict(rho=float((sum(energy[kind, axis_of[kind]] for kind in kinds) / everything).mean()))
+            table[f"together, {name}"] = dict(
+                rho=float((sum(energy[kind, axis_of[kind]] for kind in kinds) / everything).mean())
+            )
         return table

@@ -69,7 +69,9 @@ def summary(records: Records, task: str) -> str:
         at_best, moderate = losses(records, task, method, best), losses(records, task, method, MODERATE)
         sync_best = losses(records, task, SYNC.name, reference) if reference else {}
         runs = [records[Run(task, method, best, seed)] for seed in at_best]
-        edge = "" if GRID.index(best) + 1 < len(GRID) and losses(records, task, method, GRID[GRID.index(best) + 1]) else " (edge)"
+        edge = (
+            "" if GRID.index(best) + 1 < len(GRID) and losses(records, task, method, GRID[GRID.index(best) + 1]) else " (edge)"
+        )
         rows.append([
             method, f"{best:g}{edge}", str(len(at_best)), mean_and_spread(at_best.values()), against(at_best, sync_best),
             f"{statistics.fmean(run['exact_match'][-1] for run in runs):.3f}",
@@ -127,7 +129,10 @@ def report(paths: list[Path]) -> str:
             grid(records, task),
         ]
         if task in probes:
-            parts += ["rho and retention by kind of parameter, on the gradients of synchronous AdamW:\n", locality(probes[task])]
+            parts += [
+                "rho and retention by kind of parameter, on the gradients of synchronous AdamW:\n",
+                locality(probes[task]),
+            ]
     return "\n".join(parts)
 
 

@@ -75,40 +75,47 @@ def windows_of(method: Method, phase: int, calls: int) -> list[Window]:
 
 
 class Schedule:
-    """The windows of all blocks of one run, as tables. The row after the last block belongs to resident parameters: no windows."""
+    """The windows of all blocks of one run, as tables. The row after the last block is for resident parameters: no windows."""
 
     def __init__(self, method: Method, blocks: int, calls: int, device: torch.device | str = "cpu") -> None:
-        phases = [block % method.update_interval if method.stagger else 0 for block in range(blocks)]
-        self.windows = [windows_of(method, phase, calls) for phase in phases]
         self.device, self.calls = device, calls
-        due = torch.tensor([1, 0], dtype=torch.int32).repeat(calls + 1, blocks + 1, 0 if method.synchronous else 1, 1)
-        lookahead = torch.zeros(calls + 1, blocks + 1)
+        phases = method.update_interval if method.stagger else 1
+        self.windows = [windows_of(method, phase, calls) for phase in range(phases)]  # block b has phase b % phases
+        self.phase_of_block = [block % phases for block in range(blocks)]
+        due = torch.tensor([1, 0], dtype=torch.int32).repeat(calls + 1, phases + 1, 0 if method.synchronous else 1, 1)
+        lookahead = torch.zeros(calls + 1, phases + 1)
         self.selecting: dict[int, list[int]] = {}  # call -> blocks whose new selection takes effect after it
-        for block, windows in enumerate(self.windows):
+        for phase, windows in enumerate(self.windows):
+            published = [window for window in windows if window.due <= calls]
+            assert len({window.due for window in published}) == len(published), "a lag above S is not simulated"
+            if published:
+                at = torch.tensor([window.due for window in published])
+                due[at, phase, 0] = torch.tensor([window[:2] for window in published], dtype=torch.int32)
+                lookahead[at, phase] = torch.tensor([float(window.lookahead) for window in published])
             for window in windows:
-                if window.due <= calls:
-                    due[window.due, block, 0] = torch.tensor(window[:2])
-                    lookahead[window.due, block] = window.lookahead
                 if window.selects:
-                    self.selecting.setdefault(window.last, []).append(block)
-        self.due = due.to(device)
+                    blocks_of_phase = [block for block, its in enumerate(self.phase_of_block) if its == phase]
+                    self.selecting.setdefault(window.last, []).extend(blocks_of_phase)
+        rows = [*self.phase_of_block, phases]
+        self.due = due[:, rows].to(device)
         """[calls + 1, blocks + 1, 1, 2] int32: first and last call of the window that a call publishes; (1, 0) if none.
         Synchronous AdamW has no windows: [calls + 1, blocks + 1, 0, 2]."""
-        self.lookahead = lookahead.to(device)
+        self.lookahead = lookahead[:, rows].to(device)
 
     def publishes_in_its_call(self, call: int) -> bool:
         """Whether windows that close at this call have lag 0."""
         return any(w.last == call == w.due for windows in self.windows for w in windows)
 
     def outstanding(self, call: int) -> Tensor:
-        """[blocks + 1, windows, 2] int32: the closed and the open windows that a flush after this call would apply, in order."""
+        """[blocks + 1, windows, 2] int32: the closed and the open windows that a flush after this call would apply."""
         rows = []
         for windows in self.windows:
             waiting = [list(w[:2]) for w in windows if w.last <= call < w.due]
             collected = max((w.last for w in windows if w.last <= call), default=0)
             rows.append([*waiting, [collected + 1, call]] if windows else [])
         width = max((len(row) for row in rows), default=0)
-        padded = [row + [[1, 0]] * (width - len(row)) for row in [*rows, []]]
+        rows = [*(rows[phase] for phase in self.phase_of_block), []]
+        padded = [row + [[1, 0]] * (width - len(row)) for row in rows]
         return torch.tensor(padded, dtype=torch.int32, device=self.device).reshape(len(padded), width, 2)
 
 

@@ -1,9 +1,9 @@
 """The update rule on the device, for several runs at once: exact, but with nothing offloaded.
 
-Every run has its own method and learning rates. Masters, moments and gradients of all parameters are flat buffers; deferral is a
-flag per channel, a ring of past gradients and a table of windows. The weights that forward reads are those the engine would
-publish, call by call (tests/benchmarks/test_convergence.py compares them with the executable rule). Left out: skipped calls and
-parameters without a gradient. A non-finite gradient ends a run as diverged.
+Every run has its own method and learning rates. Masters, moments and gradients of all parameters are flat buffers; deferral
+is a flag per channel, a ring of past gradients and a table of windows. The weights that forward reads are those the engine
+would publish, call by call (tests/benchmarks/test_convergence.py compares them with the executable rule). Left out: skipped
+calls and parameters without a gradient. A non-finite gradient ends a run as diverged.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Simulator:
         """One `optimizer.step()` of every run with the gradients in `self.grad`."""
         self.call += 1
         self._measure()
-        for run, (state, schedule) in enumerate(zip(self.states, self.schedules)):
+        for run, (state, schedule) in enumerate(zip(self.states, self.schedules, strict=True)):
             selecting = schedule.selecting.get(self.call)
             after = self._choose(run, selecting) if selecting else self.selected[run]
             if selecting:

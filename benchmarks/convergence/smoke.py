@@ -1,7 +1,7 @@
 """A minute on the GPU before the study: python -m benchmarks.convergence.smoke
 
-Checks the Triton update against the torch one (tiny and full size), trains SmolLM2's shape from random weights on one batch, and
-times a step for several numbers of runs side by side. `--device cpu` under TRITON_INTERPRET=1 does the first check only.
+Checks the Triton update against the torch one (tiny and full size), trains SmolLM2's shape from random weights on one batch,
+and times a step for several numbers of runs side by side. `--device cpu` under TRITON_INTERPRET=1 does the first check only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,16 @@ SHORT = [
     Method(name="replay", topk_ratio=0.4, full_warm_up_rounds=2, select_interval=5),
     Method(name="lag 0", topk_ratio=0.4, update_interval=3, lag=0, full_warm_up_rounds=0, select_interval=2),
     Method(name="mean", topk_ratio=0.4, rule="mean", lookahead=0.0, full_warm_up_rounds=2, select_interval=5),
-    Method(name="zenflow", topk_ratio=0.4, rule="mean", lookahead=0.0, stagger=False, lag=4, full_warm_up_rounds=3, select_interval=6),
+    Method(
+        name="zenflow",
+        topk_ratio=0.4,
+        rule="mean",
+        lookahead=0.0,
+        stagger=False,
+        lag=4,
+        full_warm_up_rounds=3,
+        select_interval=6,
+    ),
 ]
 
 
@@ -70,7 +79,13 @@ def main() -> None:
     def report(text: str) -> None:
         print(f"[{time.monotonic() - began:.0f} s] {text}", flush=True)
 
-    tiny = Layout(3, [Shape("wide", 3, 11), Shape("tall", 9, 5), Shape("norm", 1, 7, resident=True)], [Shape("embed", 13, 6, by_row=True)], tile=64, device=device)
+    tiny = Layout(
+        3,
+        [Shape("wide", 3, 11), Shape("tall", 9, 5), Shape("norm", 1, 7, resident=True)],
+        [Shape("embed", 13, 6, by_row=True)],
+        tile=64,
+        device=device,
+    )
     quick = device.type != "cuda"  # the interpreter is slow
     for dtype, methods in ((torch.float32, SHORT), (torch.bfloat16, SHORT[1:2] if quick else SHORT)):
         worst = compare(tiny, methods, 9 if quick else 16, dtype, device)
@@ -91,7 +106,7 @@ def main() -> None:
     runs = [Run("", name, 3e-4, 0) for name in METHODS]
     for record in train(runs, task, SMOLLM2, layout, master, steps=40, batch=16, backend="triton"):
         if record["kind"] == "run":
-            report(f"one sequence, 40 steps: training loss {record['train_last_50']:.3f}, rho {record['rho']:.3f}, {record['method']}")
+            report(f"one sequence, 40 steps: loss {record['train_last_50']:.3f}, rho {record['rho']:.3f}, {record['method']}")
     torch.cuda.empty_cache()
     fastest = pick_concurrency(master, random_task(device), layout, "triton", 16, args.sizes)
     if args.write:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .layout import Layout
 from .llama import SMOLLM2, BatchedLlama, Llama, flatten
-from .plan import METHODS, PROBE, WARM_UP, Run, batch_of, loss_of, missing, read, run_of
+from .plan import METHODS, MODERATE, PROBE, WARM_UP, Run, batch_of, loss_of, missing, read, run_of
 from .pretrained import load_weights
 from .probe import Probe
 from .rule import learning_rates
@@ -38,7 +38,7 @@ def train(
     lrs = [learning_rates(run.lr, steps, min(WARM_UP, steps // 2)) for run in runs]
     sim = Simulator(layout, master, methods, lrs, dtype=dtype, backend=backend)
     model = BatchedLlama(shape, layout, sim.weight)
-    probed = next((i for i, run in enumerate(runs) if run[1:] == PROBE), None)
+    probed = next((i for i, run in enumerate(runs) if run[1:] == PROBE and steps > WARM_UP + 1), None)
     probe = None if probed is None else Probe(layout, METHODS["replay S=4"], steps)
     order = torch.stack([task.order(run.seed, steps, batch) for run in runs])
     train_loss = torch.zeros(steps, len(runs), device=master.device)
@@ -58,8 +58,9 @@ def train(
     rho = sim.deferred_share[WARM_UP + 1 :].mean(0).tolist()
     records = [
         dict(
-            kind="run", **run._asdict(), held_out=[_finite(row[i]) for row in held_out], exact_match=[row[i] for row in exact_match],
-            train_last_50=_finite(last[i]), rho=_finite(rho[i]), steps=steps, batch=batch,
+            kind="run", **run._asdict(), held_out=[_finite(row[i]) for row in held_out],
+            exact_match=[row[i] for row in exact_match], train_last_50=_finite(last[i]), rho=_finite(rho[i]),
+            steps=steps, batch=batch,
         )
         for i, run in enumerate(runs)
     ]  # fmt: skip
@@ -102,14 +103,17 @@ def pick_concurrency(master: Tensor, task: Task, layout: Layout, backend: str, b
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
-            runs = [Run("", names[i % len(names)], 1e-4, i) for i in range(size)]
+            runs = [Run("", names[i % len(names)], MODERATE, i) for i in range(size)]
             train(runs, task, SMOLLM2, layout, master, steps=4, batch=batch, backend=backend)  # compiles, warms up
             seconds = [_timed(runs, task, layout, master, backend, batch, steps) for steps in (10, 40)]
         except torch.cuda.OutOfMemoryError:
             print(f"concurrency {size}: out of memory", flush=True)
             break
         each = (seconds[1] - seconds[0]) / 30 / size
-        print(f"concurrency {size}: {each * 1e3:.2f} ms per step and run, {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB", flush=True)
+        print(
+            f"concurrency {size}: {each * 1e3:.2f} ms per step and run, {torch.cuda.max_memory_allocated() / 2**30:.0f} GiB",
+            flush=True,
+        )
         if each < least:
             best, least = size, each
     return best
@@ -123,18 +127,24 @@ def _timed(runs: list[Run], task: Task, layout: Layout, master: Tensor, backend:
     return time.perf_counter() - start
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--parts", type=Path, nargs=2, required=True, metavar="FILE", help="what prepare.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="JSONL file to append to")
     parser.add_argument("--known", type=Path, nargs="*", default=[], help="earlier results; their runs are skipped")
-    parser.add_argument("--time-limit", type=float, default=math.inf, help="seconds after which no batch of runs is started that would end later")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=math.inf,
+        help="seconds after which no batch of runs is started that would end later",
+    )
+    parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="NAME", help="only these")
     parser.add_argument("--concurrency", default="auto", help="runs side by side")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step")
     parser.add_argument("--backend", choices=["triton", "torch"], default="triton", help="of the update")
     parser.add_argument("--device", default="cuda")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
 
     began = time.monotonic()
     device = torch.device(args.device)
@@ -155,13 +165,23 @@ def main() -> None:
     files = [path for path in (*args.known, args.out) if path.exists()]
     results = {run_of(record): loss_of(record) for record in read(files)}
     longest = 0.0
-    while todo := missing(results, tasks):
+    while todo := missing(results, tasks, args.methods):
         runs = batch_of(todo, concurrency)
         if time.monotonic() - began + longest * 1.1 > args.time_limit:
             break
         start = time.monotonic()
         task = tasks[runs[0].task]
-        records = train(runs, task, SMOLLM2, layout, master, steps=args.steps, batch=args.batch, backend=args.backend)
+        try:
+            records = train(runs, task, SMOLLM2, layout, master, steps=args.steps, batch=args.batch, backend=args.backend)
+        except torch.cuda.OutOfMemoryError:
+            records = None
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the next batch of runs has buffers of other sizes
+        if records is None:
+            print(f"out of memory with {len(runs)} runs side by side", flush=True)
+            assert len(runs) > 1
+            concurrency = len(runs) // 2
+            continue
         seconds = time.monotonic() - start
         longest = max(longest, seconds)
         with args.out.open("a", encoding="utf-8") as out:
@@ -170,9 +190,11 @@ def main() -> None:
         done = [record for record in records if record["kind"] == "run"]
         results |= {run_of(record): loss_of(record) for record in done}
         each = seconds / args.steps / len(runs) * 1e3
-        print(f"[{time.monotonic() - began:.0f} s] {len(todo) - len(runs)} known to be left, {each:.2f} ms per step and run; {runs[0].task}: "
-              + "; ".join(f"{r['method']} {r['lr']:g}/{r['seed']} {loss_of(r):.4f}" for r in done), flush=True)  # fmt: skip
-    print(f"{len(results)} runs are known, {len(missing(results, tasks))} are left; {time.monotonic() - began:.0f} s", flush=True)
+        losses = "; ".join(f"{record['method']} {record['lr']:g}/{record['seed']} {loss_of(record):.4f}" for record in done)
+        left = f"{len(todo) - len(runs)} known to be left, {each:.2f} ms per step and run"
+        print(f"[{time.monotonic() - began:.0f} s] {left}; {runs[0].task}: {losses}", flush=True)
+    left = len(missing(results, tasks, args.methods))
+    print(f"{len(results)} runs are known, {left} are known to be left; {time.monotonic() - began:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

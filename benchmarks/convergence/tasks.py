@@ -31,7 +31,12 @@ def generate(name: str, tokenizer: Any, *, train: int, held_out: int, seed: int 
             rows.append(row + [PADDING] * (LENGTH - len(row)))
             starts.append(len(prompt))
             ends.append(len(row))
-    return dict(tokens=torch.tensor(rows, dtype=torch.int32), starts=torch.tensor(starts), ends=torch.tensor(ends), held_out=torch.tensor(held_out))
+    return dict(
+        tokens=torch.tensor(rows, dtype=torch.int32),
+        starts=torch.tensor(starts),
+        ends=torch.tensor(ends),
+        held_out=torch.tensor(held_out),
+    )
 
 
 class Task:

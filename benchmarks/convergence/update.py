@@ -1,7 +1,7 @@
 """One call's update of one run, over all parameters at once: a Triton kernel, and the same in torch operations.
 
-In order: replay (or average) the windows that are due, then AdamW of the selected and resident elements with this call's gradient,
-then keep the gradient. With `commit=False` nothing but `out` is written: the weights that a flush would leave.
+In order: replay (or average) the windows that are due, then AdamW of the selected and resident elements with this call's
+gradient, then keep the gradient. With `commit=False` nothing but `out` is written: the weights that a flush would leave.
 """
 
 from __future__ import annotations
@@ -117,7 +117,17 @@ if triton is not None:
         moved = master * (1.0 - lr * weight_decay) - lr * direction
         return direction, tl.where(active, moved, master), tl.where(active, m, exp_avg), tl.where(active, v, exp_avg_sq)
 
-    UNALIGNED = ["flags_ptr", "steps_ptr", "tiles_ptr", "windows_ptr", "lookahead_ptr", "lr_ptr", "clip_ptr", "bias1_ptr", "bias2_ptr"]
+    UNALIGNED = [
+        "flags_ptr",
+        "steps_ptr",
+        "tiles_ptr",
+        "windows_ptr",
+        "lookahead_ptr",
+        "lr_ptr",
+        "clip_ptr",
+        "bias1_ptr",
+        "bias2_ptr",
+    ]
 
     @triton.jit(do_not_specialize=["call", *UNALIGNED])  # rows of tables: compile once, wherever they start
     def _update(
@@ -129,7 +139,11 @@ if triton is not None:
         tile = tl.program_id(0)
         offsets = tile * TILE + tl.arange(0, TILE)
         start, rows, cols = tl.load(tiles_ptr + tile * 6), tl.load(tiles_ptr + tile * 6 + 1), tl.load(tiles_ptr + tile * 6 + 2)
-        by_row, channel0, block = tl.load(tiles_ptr + tile * 6 + 3), tl.load(tiles_ptr + tile * 6 + 4), tl.load(tiles_ptr + tile * 6 + 5)
+        by_row, channel0, block = (
+            tl.load(tiles_ptr + tile * 6 + 3),
+            tl.load(tiles_ptr + tile * 6 + 4),
+            tl.load(tiles_ptr + tile * 6 + 5),
+        )
         row = (offsets - start) // cols
         column = (offsets - start) - row * cols
         channel = channel0 + tl.where(by_row != 0, tl.minimum(row, rows - 1), column)
@@ -185,9 +199,10 @@ if triton is not None:
                 inside = deferred & (first <= last)
                 steps += inside.to(tl.int32)
                 lr = tl.load(lr_ptr + tl.maximum(last, 0)) * lr_scale
+                n = tl.maximum(steps, 1)
+                grad = total / tl.maximum(last - first + 1, 1).to(tl.float32)
                 direction, master, exp_avg, exp_avg_sq = _adamw(
-                    inside, total / tl.maximum(last - first + 1, 1).to(tl.float32), lr,
-                    tl.load(bias1_ptr + tl.maximum(steps, 1)), tl.load(bias2_ptr + tl.maximum(steps, 1)), master, exp_avg, exp_avg_sq,
+                    inside, grad, lr, tl.load(bias1_ptr + n), tl.load(bias2_ptr + n), master, exp_avg, exp_avg_sq,
                     new1, keep2, new2, eps, weight_decay,
                 )  # fmt: skip
                 drift = tl.where(inside, lr * direction, drift)

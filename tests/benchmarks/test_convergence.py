@@ -108,16 +108,16 @@ def test_weights_follow_the_executable_rule_call_by_call(dtype):
         grads = [split(layout, grad) for grad in sim.grad]
         sim.step()
         exact = sim.exact()
-        for run, (method, oracle) in enumerate(zip(METHODS, oracles)):
+        for run, (method, oracle) in enumerate(zip(METHODS, oracles, strict=True)):
             hyper = dict(lr=float(lrs[run][call]), betas=HYPER.betas, eps=HYPER.eps, weight_decay=HYPER.weight_decay)
             oracle.step([g.double() for g in grads[run]], [hyper] * len(grads[run]))
             for kind, flat, expected in (("published", sim.weight, oracle.weights()), ("exact", exact, oracle.exact())):
-                for (group, i), ours, theirs in zip(members(layout), split(layout, flat[run]), expected):
+                for (group, i), ours, theirs in zip(members(layout), split(layout, flat[run]), expected, strict=True):
                     torch.testing.assert_close(
                         ours.double(), theirs.view_as(ours), **close,
                         msg=lambda text: f"{method.name}, call {call}, {kind}, {group.shape.name} {i}: {text}",  # noqa: B023
                     )  # fmt: skip
-            for (group, i), parameter in zip(members(layout), oracle.parameters):
+            for (group, i), parameter in zip(members(layout), oracle.parameters, strict=True):
                 mask = sim.selected[run, group.channels].view(group.count, -1)[i]
                 assert group.shape.resident or torch.equal(mask, parameter.selected), (method.name, call, group.shape.name)
         selections += sum(call in schedule.selecting for schedule in sim.schedules)
@@ -133,13 +133,13 @@ def test_synchronous_is_torch_adamw():
     adamw = torch.optim.AdamW(params, betas=HYPER.betas, eps=HYPER.eps, weight_decay=HYPER.weight_decay)
     for call in range(1, 13):
         random_grads(layout, sim)
-        for param, grad in zip(params, split(layout, sim.grad[0])):
+        for param, grad in zip(params, split(layout, sim.grad[0]), strict=True):
             param.grad = grad.clone()
         torch.nn.utils.clip_grad_norm_(params, HYPER.max_grad_norm)
         adamw.param_groups[0]["lr"] = float(lr[call])
         adamw.step()
         sim.step()
-        for ours, theirs in zip(split(layout, sim.weight[0]), params):
+        for ours, theirs in zip(split(layout, sim.weight[0]), params, strict=True):
             torch.testing.assert_close(ours, theirs.detach(), rtol=0, atol=1e-12)
     assert sim.deferred_share.sum() == 0
     torch.testing.assert_close(sim.exact(), sim.weight)
@@ -193,8 +193,13 @@ def test_llama_gives_the_logits_of_transformers():
     )  # fmt: skip
     model = transformers.LlamaForCausalLM(config)
     names = dict(q="self_attn.q_proj", k="self_attn.k_proj", v="self_attn.v_proj", o="self_attn.o_proj", gate="mlp.gate_proj",
-                 up="mlp.up_proj", down="mlp.down_proj", input_norm="input_layernorm", post_norm="post_attention_layernorm")  # fmt: skip
-    state = {"model.embed_tokens.weight": weights["embed"], "model.norm.weight": weights["norm"][0], "lm_head.weight": weights["embed"]}
+                 up="mlp.up_proj", down="mlp.down_proj",
+                 input_norm="input_layernorm", post_norm="post_attention_layernorm")  # fmt: skip
+    state = {
+        "model.embed_tokens.weight": weights["embed"],
+        "model.norm.weight": weights["norm"][0],
+        "lm_head.weight": weights["embed"],
+    }
     for name, weight in weights.items():
         kind, _, layer = name.partition(".")
         if layer:
@@ -210,7 +215,9 @@ def trained(names, monkeypatch, steps=12, **overrides):
     monkeypatch.setattr(study, "METHODS", METHODS_STUDIED | methods)
     layout, _, flat = tiny_start()
     runs = [Run("tiny", name, 1e-2, seed) for seed, name in enumerate(names)]
-    return study.train(runs, tiny_task(), TINY, layout, flat, steps=steps, batch=4, backend="torch", dtype=torch.float32, chunk=5)
+    return study.train(
+        runs, tiny_task(), TINY, layout, flat, steps=steps, batch=4, backend="torch", dtype=torch.float32, chunk=5
+    )
 
 
 def test_runs_side_by_side_do_not_touch_each_other(monkeypatch):
@@ -247,7 +254,11 @@ def test_synchronous_training_is_plain_training(monkeypatch):
 
 def test_probe_measures_what_the_rule_defers():
     """With the same gradients and selections, rho of the linear weights by column is the simulator's."""
-    layout, method, calls = tiny_layout(), Method(name="", topk_ratio=0.4, full_warm_up_rounds=2, select_interval=4, stagger=False), 14
+    layout, method, calls = (
+        tiny_layout(),
+        Method(name="", topk_ratio=0.4, full_warm_up_rounds=2, select_interval=4, stagger=False),
+        14,
+    )
     sim = Simulator(layout, random_flat(layout), [method], [learning_rates(1e-3, calls)], dtype=torch.float64)
     probe, resident = Probe(layout, method, calls), []
     for call in range(1, calls + 1):
@@ -312,10 +323,35 @@ def test_report_compares_seed_by_seed(tmp_path):
                 record = dict(method=method, lr=lr, seed=seed, held_out=[1.5, loss], exact_match=[0.1, 0.5], train_last_50=loss)
                 records.append(common | record)
     axis = dict(rho=0.25, retention=0.5)
-    records.append(common | dict(kind="probe", table=dict(q=dict(share=0.5, columns=axis, rows=axis), together=dict(rho=0.125))))
+    records.append(
+        common | dict(kind="probe", table=dict(q=dict(share=0.5, columns=axis, rows=axis), together=dict(rho=0.125)))
+    )
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     text = report([file])
     row = next(line for line in text.splitlines() if line.startswith("| replay S=4 |"))
     assert "| 0.0001 | 3 | 1.1100 ± 0.1000 | +0.0100 ± 0.0000 | 0.500 | 1.4100 ± 0.1000 | +0.0100 ± 0.0000 |" in row
     assert "inf (diverged)" in text
     assert "| q | 0.500 | 0.250 | 0.500 | 0.250 | 0.500 |" in text
+
+
+def test_study_runs_to_its_end_and_goes_on_where_it_stopped(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(study, "SMOLLM2", TINY)
+    _, weights, _ = tiny_start()
+    raw = {name: (weight.view(torch.uint8), "F32") for name, weight in weights.items()}
+    parts = [tmp_path / "part1.pt", tmp_path / "part2.pt"]
+    data = dict(tokens=torch.randint(0, TINY.vocab, (40, 9)).int(), starts=torch.full((40,), 4), ends=torch.full((40,), 7))
+    torch.save(dict(weights=dict(list(raw.items())[:7])), parts[0])
+    torch.save(dict(weights=dict(list(raw.items())[7:]), tasks=dict(tiny=data | dict(held_out=torch.tensor(8)))), parts[1])
+    out = tmp_path / "results.jsonl"
+    common = ["--out", str(out), "--device", "cpu", "--backend", "torch", "--steps", "24", "--batch", "2", "--concurrency", "4"]
+    common += ["--parts", *map(str, parts), "--methods", "synchronous AdamW", "replay S=4"]
+    study.main([*common, "--time-limit", "0"])
+    assert not out.exists()
+    study.main(common)
+    assert "0 are known to be left" in capsys.readouterr().out
+    runs = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [run["task"] for run in runs if run["kind"] == "probe"] == ["tiny"]
+    assert {run["seed"] for run in runs if run["kind"] == "run"} == {0, 1, 2}
+    study.main(common)
+    assert len(out.read_text().splitlines()) == len(runs)
+    assert "| replay S=4 |" in report([out])
