@@ -25,7 +25,17 @@ if platform.machine() in ("x86_64", "AMD64"):
     SOURCES["replay_avx512.cpp"] += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 # No contraction: a multiplication and an addition become one FMA where the source says so and nowhere else, so that every
 # element of a vector, a tail or a path gets the same roundings.
-FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-fno-math-errno", "-Wall", "-Wextra", "-pthread"]
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+    "-pthread",
+]
 
 
 class BuildNative(build_ext):
@@ -69,7 +79,9 @@ def run(command: list[str]) -> None:
             "or set CXX to the compiler you have."
         ) from None
     except subprocess.CalledProcessError as error:
-        raise SystemExit(f"stallfree's replay kernel did not compile: {shlex.join(command)} exited {error.returncode}.") from None
+        raise SystemExit(
+            f"stallfree's replay kernel did not compile: {shlex.join(command)} exited {error.returncode}."
+        ) from None
 
 
 sources = [str(path) for path in sorted(NATIVE.glob("*.cpp"))]

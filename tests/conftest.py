@@ -1,7 +1,7 @@
 """Devices, seeds and hypothesis profiles of the test suite.
 
 `pytest` runs everything on the CPU and, where there is one, on a GPU (`-m gpu` or `-m "not gpu"` chooses).
-`--hypothesis-profile=ci` runs ten times as many random histories. `--seed N` repeats a run's random numbers.
+`--hypothesis-profile=ci` runs many more random histories. `--seed N` repeats a run's random numbers.
 """
 
 import random
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 COMMON = dict(deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])
-hypothesis.settings.register_profile("fast", max_examples=25, **COMMON)
-hypothesis.settings.register_profile("ci", max_examples=250, **COMMON)
+hypothesis.settings.register_profile("fast", max_examples=60, **COMMON)
+hypothesis.settings.register_profile("ci", max_examples=400, **COMMON)
 hypothesis.settings.load_profile("fast")
 
 torch.set_num_threads(1)  # tensors are tiny here: threads would only wait for each other
@@ -20,10 +20,6 @@ torch.set_num_threads(1)  # tensors are tiny here: threads would only wait for e
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, default=0, help="of torch's and Python's generators, at the start of each test")
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
 
 
 def pytest_report_header(config):

@@ -6,7 +6,7 @@ A history is a pure value: the same one can be played on the engine, on the orac
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,13 +46,15 @@ class History:
     def weights(self, device: torch.device | str = "cpu") -> list[Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
         names = self.dtypes or ("fp32",) * len(self.shapes)
-        drawn = [torch.randn(shape, generator=generator).to(DTYPES[name]) for shape, name in zip(self.shapes, names)]
+        drawn = [
+            torch.randn(shape, generator=generator).to(DTYPES[name]) for shape, name in zip(self.shapes, names, strict=True)
+        ]
         return [weight.to(device) for weight in drawn]
 
     def param_groups(self, params: list[Any]) -> list[dict[str, Any]]:
         settings = [dict(lr=1e-2, weight_decay=0.1), dict(lr=3e-3, weight_decay=0.0, betas=(0.8, 0.99), eps=1e-6)]
         members = [[p for i, p in enumerate(params) if self.group_of(i) == g] for g in range(len(settings))]
-        return [dict(params=held, **setting) for held, setting in zip(members, settings) if held]
+        return [dict(params=held, **setting) for held, setting in zip(members, settings, strict=True) if held]
 
     def order(self) -> list[int]:
         """Parameters in the order of the groups."""
@@ -66,7 +68,7 @@ class History:
         if call.bad is not None and drawn[call.bad[0]].numel():
             bad = drawn[call.bad[0]].view(-1)
             bad[t % bad.numel()] = call.bad[1]
-        return [None if i in call.missing else g.to(w) for i, (g, w) in enumerate(zip(drawn, weights))]
+        return [None if i in call.missing else g.to(w) for i, (g, w) in enumerate(zip(drawn, weights, strict=True))]
 
     def lr_total(self) -> float:
         return 1e-2 * sum(call.lr_factor for call in self.calls)
@@ -74,7 +76,7 @@ class History:
 
 def backward(params: list[Tensor], grads: list[Tensor | None]) -> None:
     """One backward pass of a loss linear in the weights: its gradients are exactly `grads`."""
-    terms = [(p * g).sum() for p, g in zip(params, grads) if g is not None]
+    terms = [(p * g).sum() for p, g in zip(params, grads, strict=True) if g is not None]
     if terms:
         sum(terms).backward()
 
@@ -107,7 +109,7 @@ class Player:
         self.t = 0
 
     def set_lr(self) -> None:
-        for group, lr in zip(self.optimizer.param_groups, self.first_lr):
+        for group, lr in zip(self.optimizer.param_groups, self.first_lr, strict=True):
             group["lr"] = lr * self.history.calls[self.t].lr_factor
 
     def before(self) -> None:
@@ -162,8 +164,9 @@ class Player:
         self.optimizer.close()
 
 
-def run(history: History, device: torch.device | str = "cpu", prepare: Callable[[Player], None] | None = None,
-        **overrides: Any) -> list[list[Tensor]]:  # fmt: skip
+def run(
+    history: History, device: torch.device | str = "cpu", prepare: Callable[[Player], None] | None = None, **overrides: Any
+) -> list[list[Tensor]]:
     """The weights after each call, and last after a flush."""
     player = Player(history, device, **overrides)
     try:
@@ -182,11 +185,11 @@ def synchronous(history: History) -> list[list[Tensor]]:
     first_lr = [group["lr"] for group in optimizer.param_groups]
     seen = []
     for t, call in enumerate(history.calls):
-        for group, lr in zip(optimizer.param_groups, first_lr):
+        for group, lr in zip(optimizer.param_groups, first_lr, strict=True):
             group["lr"] = lr * call.lr_factor
         grads = clipped(history.grads(t, stored), call)
         if all(torch.isfinite(g).all() for g in grads if g is not None):
-            for p, g in zip(masters, grads):
+            for p, g in zip(masters, grads, strict=True):
                 p.grad = g
             if history.config.max_grad_norm is not None and any(g is not None for g in grads):
                 torch.nn.utils.clip_grad_norm_(masters, history.config.max_grad_norm)
@@ -229,7 +232,9 @@ def assert_identical(actual: list[list[Tensor]], expected: list[list[Tensor]], w
     """Bit for bit, at every call."""
     for t, (now, then) in enumerate(zip(actual, expected, strict=True)):
         for i, (a, e) in enumerate(zip(now, then, strict=True)):
-            assert torch.equal(a, e), f"{what}: after call {t + 1}, parameter {i} differs by {(a.double() - e.double()).abs().max():.3g}"
+            assert torch.equal(a, e), (
+                f"{what}: after call {t + 1}, parameter {i} differs by {(a.double() - e.double()).abs().max():.3g}"
+            )
 
 
 # Strategies
@@ -267,8 +272,16 @@ def configs(draw: st.DrawFn, **fixed: Any) -> ZenFlowConfig:
 
 
 @st.composite
-def histories(draw: st.DrawFn, *, dtypes: tuple[str, ...] = ("fp32",), skips: bool = True, befores: tuple = ("flush", "exact", 1, 3, 6),
-              clips: bool = True, most_calls: int = 24, **fixed: Any) -> History:  # fmt: skip
+def histories(
+    draw: st.DrawFn,
+    *,
+    dtypes: tuple[str, ...] = ("fp32",),
+    skips: bool = True,
+    befores: tuple = ("flush", "exact", 1, 3, 6),
+    clips: bool = True,
+    most_calls: int = 24,
+    **fixed: Any,
+) -> History:
     """Shapes, settings and events; the numbers themselves come from `seed`."""
     config = draw(configs(**fixed))
     shapes = draw(st.lists(SHAPES, min_size=1, max_size=4))
@@ -301,7 +314,3 @@ def histories(draw: st.DrawFn, *, dtypes: tuple[str, ...] = ("fp32",), skips: bo
         groups=tuple(draw(st.lists(st.integers(0, 1), min_size=count, max_size=count))),
         seed=draw(st.integers(0, 2**16)),
     )
-
-
-__all__ = ["Call", "History", "Player", "assert_identical", "assert_rounds_to", "backward", "clipped", "histories", "hypers", "replace",
-           "run", "synchronous", "tolerance"]  # fmt: skip

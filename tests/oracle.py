@@ -48,11 +48,11 @@ def adamw(state: dict[str, Tensor], grad: Tensor, hyper: Hyper) -> Tensor:
 
 
 class Parameter:
-    """One parameter: what the model's forward reads, and the optimizer's state on both sides."""
+    """One parameter: what the model's forward reads (not rounded to its dtype), and the optimizer's state on both sides."""
 
     def __init__(self, weight: Tensor, *, dim: int, selected_count: int | None, dtype: torch.dtype) -> None:
         """`selected_count` None: resident, all of it is updated on the device at every call."""
-        self.shape, self.dim, self.weight_dtype = weight.shape, dim, weight.dtype
+        self.shape, self.dim = weight.shape, dim
         self.resident, self.selected_count = selected_count is None, selected_count or 0
         self.weight = channel_major(weight.detach().cpu(), dim).to(dtype).clone()
         channels = self.weight.shape[0]
@@ -60,12 +60,8 @@ class Parameter:
         self.score = torch.zeros(channels, dtype=dtype)
         owner, other = ("device", "host") if self.resident else ("host", "device")
         zeros = torch.zeros_like(self.weight)
-        state = dict(zip(STATE, (self.weight.clone(), zeros, zeros.clone(), torch.zeros(channels, dtype=dtype))))
+        state = dict(zip(STATE, (self.weight.clone(), zeros, zeros.clone(), torch.zeros(channels, dtype=dtype)), strict=True))
         self.sides = {owner: state, other: {name: torch.full_like(value, NAN) for name, value in state.items()}}
-
-    def rounded(self, value: Tensor) -> Tensor:
-        """As the model stores it."""
-        return value.to(self.weight_dtype).to(value.dtype)
 
     def update(self, side: str, rows: Tensor, grad: Tensor, hyper: Hyper) -> Tensor:
         state = {name: value[rows] for name, value in self.sides[side].items()}
@@ -140,13 +136,23 @@ class Oracle:
     config: a ZenFlowConfig, of which the fields of the update rule are read.
     """
 
-    def __init__(self, weights: list[Tensor], blocks: list[tuple[int, list[int]]], *, dims: list[int], selected: list[int | None],
-                 config: Any, dtype: torch.dtype = torch.float64) -> None:  # fmt: skip
+    def __init__(
+        self,
+        weights: list[Tensor],
+        blocks: list[tuple[int, list[int]]],
+        *,
+        dims: list[int],
+        selected: list[int | None],
+        config: Any,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
         self.config, self.dtype, self.call = config, dtype, 0
         self.interval = config.initial_interval
         self.warm_up = None if config.full_warm_up_rounds == "auto" else config.full_warm_up_rounds
         self.highest_lr = 0.0
-        self.parameters = [Parameter(w, dim=d, selected_count=s, dtype=dtype) for w, d, s in zip(weights, dims, selected)]
+        self.parameters = [
+            Parameter(w, dim=d, selected_count=s, dtype=dtype) for w, d, s in zip(weights, dims, selected, strict=True)
+        ]
         self.blocks = [Block(phase, [self.parameters[i] for i in indices]) for phase, indices in blocks]
         held = [id(p) for block in self.blocks for p in block.parameters]
         assert len(held) == len(set(held)), "a parameter belongs to one block"
@@ -157,7 +163,7 @@ class Oracle:
     def replay(self, window: Window, block: Block) -> None:
         """Host work. It may run at any time between the window's close and its publish, in order."""
         window.published = []
-        for i, (parameter, rows) in enumerate(zip(block.parameters, window.deferred)):
+        for i, (parameter, rows) in enumerate(zip(block.parameters, window.deferred, strict=True)):
             taken = [(slot.clip * slot.grads[i], slot.hypers[i]) for slot in window.slots if slot.grads[i] is not None]
             if taken and self.config.rule == "mean":
                 taken = [(torch.stack([grad for grad, _ in taken]).mean(0), taken[-1][1])]
@@ -172,11 +178,11 @@ class Oracle:
         if window.published is None:
             self.replay(window, block)
         for i, parameter in enumerate(block.parameters):
-            parameter.weight[window.deferred[i]] = parameter.rounded(window.published[i][plain])
+            parameter.weight[window.deferred[i]] = window.published[i][plain]
             if window.arriving:
                 rows = window.arriving[i]
                 parameter.move(rows, "host", "device")
-                parameter.weight[rows] = parameter.rounded(parameter.sides["device"]["master"][rows])
+                parameter.weight[rows] = parameter.sides["device"]["master"][rows]
 
     def publish_due(self, block: Block) -> None:
         """In order; a due window takes the earlier ones with it."""
@@ -212,8 +218,8 @@ class Oracle:
     def select(self, block: Block, window: Window) -> None:
         block.last_selection = self.call
         chosen = [p.selected if p.resident else p.best() for p in block.parameters]
-        arriving = [new & ~p.selected for p, new in zip(block.parameters, chosen)]
-        for parameter, new in zip(block.parameters, chosen):
+        arriving = [new & ~p.selected for p, new in zip(block.parameters, chosen, strict=True)]
+        for parameter, new in zip(block.parameters, chosen, strict=True):
             parameter.move(parameter.selected & ~new, "device", "host")  # leaving: before the host's next replay
             parameter.selected = new
         if any(rows.any() for rows in arriving):
@@ -229,7 +235,10 @@ class Oracle:
         if self.warm_up is None and self.call >= MIN_WARM_UP and highest_lr <= self.highest_lr:
             self.warm_up = self.call
         self.highest_lr = highest_lr
-        matrices = [None if g is None else channel_major(g.cpu(), p.dim).to(self.dtype) for p, g in zip(self.parameters, grads)]
+        matrices = [
+            None if g is None else channel_major(g.cpu(), p.dim).to(self.dtype)
+            for p, g in zip(self.parameters, grads, strict=True)
+        ]
         norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in matrices if g is not None))
         skip = not math.isfinite(norm)
         clip = 1.0
@@ -238,12 +247,12 @@ class Oracle:
 
         for block in self.blocks:  # before the selected channels move: arrivals come first
             self.publish_due(block)
-        for parameter, grad, hyper in zip(self.parameters, matrices, hypers):
+        for parameter, grad, hyper in zip(self.parameters, matrices, hypers, strict=True):
             if grad is not None and not skip:
                 on, decay = parameter.selected, self.config.score_decay
                 parameter.score = decay * parameter.score + (1 - decay) * (grad**2).sum(1)
                 parameter.update("device", on, clip * grad[on], hyper)
-                parameter.weight[on] = parameter.rounded(parameter.sides["device"]["master"][on])
+                parameter.weight[on] = parameter.sides["device"]["master"][on]
         index = {id(p): i for i, p in enumerate(self.parameters)}
         for block in self.blocks:
             members = [index[id(p)] for p in block.parameters]
@@ -275,7 +284,7 @@ class Oracle:
         self.parameters[i].write(weight)
 
     def weights(self) -> list[Tensor]:
-        """What the model's parameters hold, in their shapes."""
+        """What the model's parameters hold, in their shapes, before it is rounded to their dtypes."""
         return [p.tensor(p.weight) for p in self.parameters]
 
 
@@ -289,7 +298,7 @@ def oracle_of(optimizer: Any, config: Any, *, dims: list[int] | None = None, dty
     dims = dims or [default] * len(params)
     index = {id(p): i for i, p in enumerate(params)}
     blocks = [(block.phase, [index[id(p)] for p in block.params]) for block in optimizer.engine.blocks]
-    selected = [selected_count(p, dim, config) for p, dim in zip(params, dims)]
+    selected = [selected_count(p, dim, config) for p, dim in zip(params, dims, strict=True)]
     return Oracle(params, blocks, dims=dims, selected=selected, config=config, dtype=dtype)
 
 

@@ -40,7 +40,10 @@ def test_the_paper_s_lag_is_one_window(interval, lag):
     assert ZenFlowConfig(preset="zenflow", update_interval=interval, lag=1).lag == 1
 
 
-@pytest.mark.parametrize("lookahead, lag, interval, expected", [("auto", 1, 4, 2.0), ("auto", 0, 1, 0.0), ("auto", 4, 4, 3.5), (0, 1, 4, 0.0), (1.5, 1, 9, 1.5)])
+@pytest.mark.parametrize(
+    "lookahead, lag, interval, expected",
+    [("auto", 1, 4, 2.0), ("auto", 0, 1, 0.0), ("auto", 4, 4, 3.5), (0, 1, 4, 0.0), (1.5, 1, 9, 1.5)],
+)
 def test_look_ahead_follows_the_interval_unless_it_is_given(lookahead, lag, interval, expected):
     assert ZenFlowConfig(lookahead=lookahead, lag=lag).lookahead_at(interval) == expected
 
@@ -94,7 +97,7 @@ def test_a_bad_value_is_refused_with_its_name_and_what_is_allowed(name, value):
 
 @pytest.mark.parametrize("setting", [dict(update_interval=2), dict(lag=1), dict(topk_ratio=0.1), dict(max_grad_norm=1.0)])
 def test_stronghold_refuses_what_it_cannot_keep(setting):
-    with pytest.raises(ValueError, match=f"(?s){next(iter(setting))}.*stronghold|stronghold.*{next(iter(setting))}"):
+    with pytest.raises(ValueError, match=rf"(?s){next(iter(setting))}.*stronghold|stronghold.*{next(iter(setting))}"):
         ZenFlowConfig(preset="stronghold", **setting)
 
 
@@ -119,13 +122,21 @@ def test_every_form_gives_the_config_back(config, tmp_path):
 
 
 def test_a_written_config_may_name_only_what_it_changes():
-    assert ZenFlowConfig.from_yaml("preset: zenflow\nupdate_interval: 8\n") == ZenFlowConfig(preset="zenflow", update_interval=8)
+    assert ZenFlowConfig.from_yaml("preset: zenflow\nupdate_interval: 8\n") == ZenFlowConfig(
+        preset="zenflow", update_interval=8
+    )
 
 
-@pytest.mark.parametrize("read, text", [(ZenFlowConfig.from_json, '{"topk_ration": 0.1}'), (ZenFlowConfig.from_yaml, "topk_ration: 0.1"),
-                                        (ZenFlowConfig.from_dict, {"topk_ration": 0.1})])  # fmt: skip
+@pytest.mark.parametrize(
+    "read, text",
+    [
+        (ZenFlowConfig.from_json, '{"topk_ration": 0.1}'),
+        (ZenFlowConfig.from_yaml, "topk_ration: 0.1"),
+        (ZenFlowConfig.from_dict, {"topk_ration": 0.1}),
+    ],
+)
 def test_unknown_settings_are_refused_with_the_nearest_one(read, text):
-    with pytest.raises(ValueError, match="(?s)topk_ration.*topk_ratio"):
+    with pytest.raises(ValueError, match=r"(?s)topk_ration.*topk_ratio"):
         read(text)
 
 

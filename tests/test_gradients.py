@@ -22,7 +22,7 @@ class Setting:
         self.generator = torch.Generator().manual_seed(7)
         weights = [torch.randn(6, 8, generator=self.generator), torch.randn(5, 4, 3, generator=self.generator)]
         self.params = [nn.Parameter(w.to(device, dtype)) for w in [*weights, torch.zeros(7)]]
-        self.optimizer = ZenFlowAdamW(zip(("a.weight", "b.weight", "c.bias"), self.params), **SETTINGS | overrides)
+        self.optimizer = ZenFlowAdamW(zip(("a.weight", "b.weight", "c.bias"), self.params, strict=True), **SETTINGS | overrides)
         for _ in range(calls):
             self.backward(self.draw())
             self.step()
@@ -86,18 +86,33 @@ def test_full_gradient_without_a_gradient_is_none(device):
 def test_norms_are_the_gradient_s(device, dtype):
     setting = Setting(device, dtype)
     grads = setting.backward(setting.draw())
-    for p, g in zip(setting.params, grads):
+    for p, g in zip(setting.params, grads, strict=True):
         expected = torch.linalg.vector_norm(g.float())
         for norm in (p.grad.norm(), torch.linalg.vector_norm(p.grad), torch.linalg.vector_norm(p.grad, dtype=torch.float32)):
-            torch.testing.assert_close(norm.float(), expected, rtol=1e-6 if p.dim() > 1 or dtype == torch.float32 else 1e-2, atol=0)
+            torch.testing.assert_close(
+                norm.float(), expected, rtol=1e-6 if p.dim() > 1 or dtype == torch.float32 else 1e-2, atol=0
+            )
     total = torch.nn.utils.get_total_norm([p.grad for p in setting.params])
     expected = torch.cat([g.float().flatten() for g in grads]).norm()
     torch.testing.assert_close(total.float(), expected, rtol=1e-6 if dtype == torch.float32 else 1e-2, atol=0)
 
 
-@pytest.mark.parametrize("read", [lambda g: g + 1, lambda g: g.sum(), lambda g: g[0], lambda g: g.norm(1),
-                                  lambda g: g.double(), lambda g: g.bfloat16(), lambda g: g.clone(), lambda g: g.copy_(g),
-                                  lambda g: torch.isfinite(g), copy.deepcopy, pickle.dumps])  # fmt: skip
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda g: g + 1,
+        lambda g: g.sum(),
+        lambda g: g[0],
+        lambda g: g.norm(1),
+        lambda g: g.double(),
+        lambda g: g.bfloat16(),
+        lambda g: g.clone(),
+        lambda g: g.copy_(g),
+        lambda g: torch.isfinite(g),
+        copy.deepcopy,
+        pickle.dumps,
+    ],
+)
 def test_what_a_handle_cannot_answer_names_the_way_out(read):
     setting = Setting("cpu")
     grads = setting.backward(setting.draw())
@@ -125,10 +140,10 @@ def test_clip_grad_norm_of_torch_clips_exactly(device, foreach, max_norm):
     expected = torch.cat([g.flatten() for g in grads]).norm()
     torch.testing.assert_close(total, expected, rtol=1e-6, atol=0)
     factor = min(1.0, max_norm / (expected.item() + 1e-6))
-    for full, g in zip(setting.full(), grads):
+    for full, g in zip(setting.full(), grads, strict=True):
         torch.testing.assert_close(full, g * factor, rtol=1e-6, atol=0)
     setting.step()
-    for a, e in zip(setting.weights(), same_as(device, torch.float32, [g * factor for g in grads])):
+    for a, e in zip(setting.weights(), same_as(device, torch.float32, [g * factor for g in grads]), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-7)
 
 
@@ -149,10 +164,10 @@ def test_the_three_ways_of_clipping_agree(device, dtype):
                 norms.append(float(setting.optimizer.metrics()["grad_norm"]))
         results.append(setting.weights())
     precise = dtype == torch.float32
-    for by_torch, by_method, by_config in zip(norms[:6], norms[6:12], norms[12:]):
+    for by_torch, by_method, by_config in zip(norms[:6], norms[6:12], norms[12:], strict=True):
         assert by_method == pytest.approx(by_config, rel=1e-6)
         assert by_torch == pytest.approx(by_config, rel=1e-6 if precise else 1e-2)
-    for by_torch, by_method, by_config in zip(*results):
+    for by_torch, by_method, by_config in zip(*results, strict=True):
         torch.testing.assert_close(by_method, by_config, rtol=1e-6 if precise else 2**-7, atol=1e-7)
         torch.testing.assert_close(by_torch, by_config, rtol=1e-6 if precise else 2**-7, atol=1e-7 if precise else 1e-3)
 
@@ -166,9 +181,17 @@ def test_clipping_by_method_leaves_a_small_gradient_alone(device):
     assert_equal(setting.weights(), same_as(device, torch.float32, grads))
 
 
-@pytest.mark.parametrize("scale", [lambda g: g.mul_(0.25), lambda g: g.div_(4), lambda g: g.mul_(torch.tensor(0.25)),
-                                   lambda g: g.div_(torch.tensor(4.0, device=g.device)), lambda g: torch._foreach_mul_([g], 0.25),
-                                   lambda g: g.mul_(0.5).mul_(0.5)])  # fmt: skip
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda g: g.mul_(0.25),
+        lambda g: g.div_(4),
+        lambda g: g.mul_(torch.tensor(0.25)),
+        lambda g: g.div_(torch.tensor(4.0, device=g.device)),
+        lambda g: torch._foreach_mul_([g], 0.25),
+        lambda g: g.mul_(0.5).mul_(0.5),
+    ],
+)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_scaling_by_a_number(device, dtype, scale):
     """A quarter is exact in every dtype."""
@@ -205,9 +228,15 @@ def test_a_non_finite_factor_skips_the_call(device):
 # Zeroing
 
 
-@pytest.mark.parametrize("zero", [lambda s: s.optimizer.zero_grad(), lambda s: s.optimizer.zero_grad(set_to_none=True),
-                                  lambda s: [setattr(p, "grad", None) for p in s.params],
-                                  lambda s: nn.ParameterList(s.params).zero_grad()])  # fmt: skip
+@pytest.mark.parametrize(
+    "zero",
+    [
+        lambda s: s.optimizer.zero_grad(),
+        lambda s: s.optimizer.zero_grad(set_to_none=True),
+        lambda s: [setattr(p, "grad", None) for p in s.params],
+        lambda s: nn.ParameterList(s.params).zero_grad(),
+    ],
+)
 def test_zero_grad_before_step_discards_what_is_staged(device, zero):
     setting = Setting(device)
     setting.backward([100 * g for g in setting.draw()])
@@ -229,8 +258,14 @@ def test_zero_grad_and_step_is_a_call_without_gradients(device):
     assert setting.optimizer.metrics()["call"] == 4
 
 
-@pytest.mark.parametrize("zero", [lambda s: s.optimizer.zero_grad(set_to_none=False), lambda s: [p.grad.zero_() for p in s.params],
-                                  lambda s: nn.ParameterList(s.params).zero_grad(set_to_none=False)])  # fmt: skip
+@pytest.mark.parametrize(
+    "zero",
+    [
+        lambda s: s.optimizer.zero_grad(set_to_none=False),
+        lambda s: [p.grad.zero_() for p in s.params],
+        lambda s: nn.ParameterList(s.params).zero_grad(set_to_none=False),
+    ],
+)
 @pytest.mark.parametrize("again", [False, True])
 def test_gradients_set_to_zero_are_zero_not_missing(device, zero, again):
     """As in torch: moments decay and the step counts. What a further pass adds is all there is."""
@@ -262,7 +297,7 @@ def accumulated(grads: list[list[torch.Tensor]]) -> list[torch.Tensor]:
     """As torch adds them: one after the other, in the gradient's dtype."""
     total = [g.clone() for g in grads[0]]
     for more in grads[1:]:
-        total = [a + b for a, b in zip(total, more)]
+        total = [a + b for a, b in zip(total, more, strict=True)]
     return total
 
 
@@ -317,7 +352,7 @@ def test_accumulation_then_clipping(device):
     torch.testing.assert_close(total, torch.cat([g.flatten() for g in grads]).norm(), rtol=1e-6, atol=0)
     setting.step()
     factor = 0.5 / (total.item() + 1e-6)
-    for a, e in zip(setting.weights(), same_as(device, torch.float32, [g * factor for g in grads])):
+    for a, e in zip(setting.weights(), same_as(device, torch.float32, [g * factor for g in grads]), strict=True):
         torch.testing.assert_close(a, e, rtol=1e-6, atol=1e-7)
 
 
@@ -328,16 +363,16 @@ def test_scaling_between_passes(device):
     for p in setting.params:
         p.grad.mul_(0.5)
     second = setting.backward(setting.draw())
-    assert_equal(setting.full(), [a * 0.5 + b for a, b in zip(first, second)])
+    assert_equal(setting.full(), [a * 0.5 + b for a, b in zip(first, second, strict=True)])
     setting.step()
-    assert_equal(setting.weights(), same_as(device, torch.float32, [a * 0.5 + b for a, b in zip(first, second)]))
+    assert_equal(setting.weights(), same_as(device, torch.float32, [a * 0.5 + b for a, b in zip(first, second, strict=True)]))
 
 
 def test_a_gradient_assigned_by_hand_is_used(device):
     """No backward pass, so no hook: step() takes what stands in .grad."""
     setting = Setting(device)
     grads = setting.draw()
-    for p, g in zip(setting.params, grads):
+    for p, g in zip(setting.params, grads, strict=True):
         p.grad = g.clone()
     assert_equal(setting.full(), grads)
     setting.step()

@@ -1,6 +1,10 @@
 """Bad input: a clear error that names the culprit and the way out, before anything is changed."""
 
+import copy
+import gc
 import math
+import pickle
+import threading
 
 import pytest
 import torch
@@ -76,7 +80,7 @@ def test_an_integer_parameter_names_the_parameter():
 
 @needs_cuda
 def test_parameters_on_several_devices():
-    with pytest.raises(ValueError, match="(?s)device.*second"):
+    with pytest.raises(ValueError, match=r"(?s)device.*second"):
         ZenFlowAdamW([("first", parameter(device="cuda")), ("second", parameter())], **SMALL)
 
 
@@ -91,7 +95,6 @@ def test_sparse_gradients_name_the_parameter_and_the_way_out():
     before = table.weight.detach().clone()
     with pytest.raises(TypeError, match=r"(?s)weight.*sparse=False"):
         table(torch.tensor([1, 2])).sum().backward()
-        optimizer.step()
     assert torch.equal(table.weight.detach(), before)
     optimizer.close()
 
@@ -102,29 +105,31 @@ def test_sparse_gradients_name_the_parameter_and_the_way_out():
 @pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0])
 def test_hyperparameters_must_be_finite_and_not_negative(name, value):
-    with pytest.raises(ValueError, match=f"(?i){name.replace('_', '.')}"):
+    with pytest.raises(ValueError, match=rf"(?i){name.replace('_', '.')}"):
         ZenFlowAdamW([parameter()], **{name: value}, **SMALL)
 
 
 @pytest.mark.parametrize("betas", [(math.nan, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9, math.inf)])
 def test_betas_must_be_in_range(betas):
-    with pytest.raises(ValueError, match="(?i)beta"):
+    with pytest.raises(ValueError, match=r"(?i)beta"):
         ZenFlowAdamW([parameter()], betas=betas, **SMALL)
 
 
 def test_a_group_s_own_settings_are_checked():
-    with pytest.raises(ValueError, match="(?i)lr|learning rate"):
+    with pytest.raises(ValueError, match=r"(?i)lr|learning rate"):
         ZenFlowAdamW([dict(params=[parameter()], lr=math.nan)], **SMALL)
 
 
-@pytest.mark.parametrize("name, value", [("lr", math.nan), ("weight_decay", math.inf), ("betas", (0.9, math.nan)), ("eps", -1.0)])
+@pytest.mark.parametrize(
+    "name, value", [("lr", math.nan), ("weight_decay", math.inf), ("betas", (0.9, math.nan)), ("eps", -1.0)]
+)
 def test_a_setting_that_goes_bad_in_mid_run_stops_the_step_before_it_changes_anything(name, value):
     p = parameter()
     optimizer = stepped(ZenFlowAdamW([p], topk_ratio=0.5, **SMALL))
     before, good = p.detach().clone(), optimizer.param_groups[0][name]
     backward([p], [torch.ones_like(p)])
     optimizer.param_groups[0][name] = value
-    with pytest.raises(ValueError, match=f"(?i){name.replace('_', '.')}"):
+    with pytest.raises(ValueError, match=rf"(?i){name.replace('_', '.')}"):
         optimizer.step()
     assert torch.equal(p.detach(), before)
     assert optimizer.metrics()["call"] == 3
@@ -144,7 +149,7 @@ def test_a_cpu_tensor_as_learning_rate_is_read():
 
 @needs_cuda
 def test_a_cuda_tensor_as_learning_rate_is_refused():
-    with pytest.raises(ValueError, match="(?s)lr.*(float|CPU)"):
+    with pytest.raises(ValueError, match=r"(?s)lr.*(float|CPU)"):
         ZenFlowAdamW([parameter(device="cuda")], lr=torch.tensor(0.1, device="cuda"), **SMALL)
 
 
@@ -155,7 +160,7 @@ def test_settings_out_of_range_are_named(overrides):
 
 
 def test_an_unknown_setting_is_named_with_the_nearest_one():
-    with pytest.raises((TypeError, ValueError), match="(?s)topk_ration.*topk_ratio"):
+    with pytest.raises((TypeError, ValueError), match=r"(?s)topk_ration.*topk_ratio"):
         ZenFlowAdamW([parameter()], topk_ration=0.1)
 
 
@@ -168,12 +173,12 @@ def test_overrides_go_on_top_of_a_config():
 
 
 def test_stronghold_refuses_clipping():
-    with pytest.raises(ValueError, match="(?s)max_grad_norm.*zero-offload"):
+    with pytest.raises(ValueError, match=r"(?s)max_grad_norm.*zero-offload"):
         ZenFlowAdamW([parameter()], preset="stronghold", max_grad_norm=1.0)
     p = parameter()
     optimizer = ZenFlowAdamW([p], preset="stronghold", min_numel=0)
     backward([p], [torch.ones_like(p)])
-    with pytest.raises((RuntimeError, ValueError), match="stronghold|update_in_backward"):
+    with pytest.raises((RuntimeError, ValueError), match=r"stronghold|update_in_backward"):
         optimizer.clip_grad_norm_(1.0)
     optimizer.close()
 
@@ -227,8 +232,8 @@ def test_a_parameter_that_moves_to_another_shape_dtype_or_device_is_named(change
     optimizer = stepped(ZenFlowAdamW([("stays", a), ("moves", b)], topk_ratio=0.5, **SMALL))
     before = a.detach().clone()
     change(b)
-    with pytest.raises(RuntimeError, match=f"(?s)moves.*({word})"):
-        backward([a], [torch.ones_like(a)])
+    backward([a], [torch.ones_like(a)])
+    with pytest.raises(RuntimeError, match=rf"(?s)moves.*({word})"):
         optimizer.step()
     assert torch.equal(a.detach(), before)
     optimizer.close()
@@ -243,6 +248,27 @@ def test_a_closed_optimizer_says_so():
     assert type(p.grad) is torch.Tensor  # the hooks are gone
     with pytest.raises(RuntimeError, match="close"):
         optimizer.step()
+
+
+def test_a_deleted_optimizer_leaves_no_thread_and_no_hook():
+    gc.collect()  # what earlier tests left behind
+    p, before = parameter(), threading.active_count()
+    optimizer = stepped(ZenFlowAdamW([p], **SMALL))
+    assert threading.active_count() > before
+    del optimizer
+    gc.collect()
+    assert threading.active_count() == before
+    backward([p], [torch.ones_like(p)])
+    assert type(p.grad) is torch.Tensor
+    assert torch.equal(p.grad, torch.ones_like(p))
+
+
+def test_an_optimizer_cannot_be_copied():
+    optimizer = ZenFlowAdamW([parameter()], **SMALL)
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="state_dict"):
+            attempt(optimizer)
+    optimizer.close()
 
 
 # Several processes
@@ -263,10 +289,14 @@ def test_plain_parameters_in_several_processes_are_refused_with_the_way_out(proc
 
 def test_a_ddp_model_of_one_process_is_refused_with_the_way_out(process_group):
     model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
-    with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+
+    def train():
         optimizer = ZenFlowAdamW(model.parameters(), **SMALL)
         model(torch.ones(2, 6)).sum().backward()
         optimizer.step()
+
+    with pytest.raises(RuntimeError, match="DistributedDataParallel"):
+        train()
 
 
 def test_sharded_parameters_are_refused(process_group):

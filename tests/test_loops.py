@@ -66,7 +66,10 @@ def test_schedulers_of_torch(device, settings, schedule):
 def test_onecycle_with_momentum(device):
     """This scheduler writes betas[0] of the groups."""
     weights = []
-    for make in (lambda p: ZenFlowAdamW(p, lr=LR, config=ZenFlowConfig(**PRESETS["zero-offload"])), lambda p: torch.optim.AdamW(p, lr=LR)):
+    for make in (
+        lambda p: ZenFlowAdamW(p, lr=LR, config=ZenFlowConfig(**PRESETS["zero-offload"])),
+        lambda p: torch.optim.AdamW(p, lr=LR),
+    ):
         torch.manual_seed(0)
         model = mlp(device)
         optimizer = make(model.parameters())
@@ -77,7 +80,7 @@ def test_onecycle_with_momentum(device):
             optimizer.zero_grad()
             scheduler.step()
         weights.append([p.detach() for p in model.parameters()])
-    for ours, theirs in zip(*weights):
+    for ours, theirs in zip(*weights, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-2 * LR)
 
 
@@ -90,7 +93,7 @@ def test_a_closure(device):
         losses = []
         for it, optimizer in ((model, ours), (twin, theirs)):
 
-            def closure(it=it, optimizer=optimizer):
+            def closure(it=it, optimizer=optimizer, t=t):
                 optimizer.zero_grad()
                 loss = regression(it, t)
                 loss.backward()
@@ -98,7 +101,7 @@ def test_a_closure(device):
 
             losses.append(optimizer.step(closure))
         torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
-    for p, q in zip(model.parameters(), twin.parameters()):
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-2 * LR)
     ours.close()
 
@@ -110,16 +113,20 @@ def test_two_optimizers_in_one_process(device, settings):
     for group in (alone, together):
         copies = [copy.deepcopy(model) for model in models]
         optimizers = [ZenFlowAdamW(model.parameters(), lr=LR, config=ZenFlowConfig(**settings)) for model in copies]
-        order = [(i, t) for i in range(2) for t in range(CALLS)] if group is alone else [(i, t) for t in range(CALLS) for i in range(2)]
+        order = (
+            [(i, t) for i in range(2) for t in range(CALLS)]
+            if group is alone
+            else [(i, t) for t in range(CALLS) for i in range(2)]
+        )
         for i, t in order:
             regression(copies[i], t + i).backward()
             optimizers[i].step()
             optimizers[i].zero_grad()
-        for model, optimizer in zip(copies, optimizers):
+        for model, optimizer in zip(copies, optimizers, strict=True):
             optimizer.flush()
             group.extend(p.detach().clone() for p in model.parameters())
             optimizer.close()
-    assert all(torch.equal(a, b) for a, b in zip(alone, together))
+    assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=True))
 
 
 def test_accelerate_prepares_accumulates_and_clips(settings):
@@ -151,9 +158,47 @@ def test_a_gradient_scaler_is_refused_with_the_way_out():
     scaler = torch.amp.GradScaler("cpu")
     before = [p.detach().clone() for p in model.parameters()]
     scaler.scale(regression(model, 0)).backward()
-    with pytest.raises(RuntimeError, match="full_gradient|GradScaler"):
+    with pytest.raises(RuntimeError, match=r"full_gradient|GradScaler"):
         scaler.step(optimizer)
-    assert all(torch.equal(p.detach(), b) for p, b in zip(model.parameters(), before))
+    assert all(torch.equal(p.detach(), b) for p, b in zip(model.parameters(), before, strict=True))
+    optimizer.close()
+
+
+def test_a_parameter_unfrozen_later(device, settings):
+    """Frozen at construction, with a group that knows it: from its first gradient on it is trained like the others."""
+    model = mlp(device)
+    for p in model[3].parameters():
+        p.requires_grad_(False)
+    optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, config=ZenFlowConfig(**settings))
+    mirror, late = Mirror(optimizer.param_groups), None
+    kept = model[3].weight.detach().clone()
+    for t in range(2 * CALLS):
+        if t == 4:
+            assert torch.equal(model[3].weight.detach(), kept)
+            for p in model[3].parameters():
+                p.requires_grad_(True)
+            late = Mirror([group | dict(params=list(model[3].parameters())) for group in optimizer.param_groups])
+        regression(model, t).backward()
+        for it in filter(None, (mirror, late)):
+            it.step(full(optimizer, it.params))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.flush()
+    mirror.compare("from the start", 2 * CALLS)
+    late.compare("unfrozen", 2 * CALLS)
+    optimizer.close()
+
+
+def test_hooks_around_step_are_called(device, settings):
+    model, seen = mlp(device), []
+    optimizer = ZenFlowAdamW(model.parameters(), lr=LR, config=ZenFlowConfig(**settings))
+    optimizer.register_step_pre_hook(lambda o, args, kwargs: seen.append(("before", o.metrics()["call"])))
+    optimizer.register_step_post_hook(lambda o, args, kwargs: seen.append(("after", o.metrics()["call"])))
+    for t in range(2):
+        regression(model, t).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert seen == [("before", 0), ("after", 1), ("before", 1), ("after", 2)]
     optimizer.close()
 
 

@@ -75,7 +75,9 @@ def test_frozen_among_trained(device, settings):
         p.requires_grad_(id(p) not in frozen)
     kept = [p.detach().clone() for p in model.parameters() if id(p) in frozen]
     train(model, regression, settings)
-    assert all(torch.equal(p.detach(), k) for p, k in zip([p for p in model.parameters() if id(p) in frozen], kept))
+    assert all(
+        torch.equal(p.detach(), k) for p, k in zip([p for p in model.parameters() if id(p) in frozen], kept, strict=True)
+    )
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True], ids=["plain", "checkpoint", "reentrant"])
@@ -101,7 +103,9 @@ def test_a_parameter_that_never_gets_a_gradient(device, settings):
 
 
 def test_convolutions_and_norms(device, settings):
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(2), nn.Conv1d(8, 6, 3, groups=2), nn.BatchNorm1d(6))
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(2), nn.Conv1d(8, 6, 3, groups=2), nn.BatchNorm1d(6)
+    )
 
     def loss(model, t):
         return (model(inputs(t, 2, 3, 6, 6, like=model)) - 1).pow(3).mean()
@@ -140,14 +144,16 @@ def test_transformers_models(device, settings, family):
     from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
     if family == "gpt2":
-        config = GPT2Config(vocab_size=20, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)
+        config = GPT2Config(
+            vocab_size=20, n_positions=16, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        )
     else:
         config = LlamaConfig(vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
     model = AutoModelForCausalLM.from_config(config).to(device)
     dims = channel_dims(model)
     rows = {name for name, dim in dims.items() if dim == 0}
     if family == "gpt2":
-        assert rows == {name for name in dims}  # wte, wpe, and Conv1D everywhere
+        assert rows == set(dims)  # wte, wpe, and Conv1D everywhere
     else:
         assert rows == {"model.embed_tokens.weight"}
 
@@ -158,7 +164,9 @@ def test_transformers_models(device, settings, family):
     train(model, loss, settings | dict(channel_dim=dims))
 
 
-@pytest.mark.parametrize("backend, preset", [("aot_eager", "zero-offload"), ("aot_eager", "stallfree"), ("inductor", "stallfree")])
+@pytest.mark.parametrize(
+    "backend, preset", [("aot_eager", "zero-offload"), ("aot_eager", "stallfree"), ("inductor", "stallfree")]
+)
 def test_compiled_models(backend, preset):
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("inductor needs a C++ compiler")

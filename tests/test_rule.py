@@ -35,7 +35,7 @@ def oracle_for(history: History, *, per_block: int = 2, dtype: torch.dtype = tor
     members = [list(range(i, min(i + per_block, count))) for i in range(0, count, per_block)]
     blocks = [((phases[b] if phases else b) if config.stagger else 0, held) for b, held in enumerate(members)]
     dims = [config.channel_dim if isinstance(config.channel_dim, int) else 1] * count
-    selected = [selected_count(w, d, config) for w, d in zip(weights, dims)]
+    selected = [selected_count(w, d, config) for w, d in zip(weights, dims, strict=True)]
     return Oracle(weights, blocks, dims=dims, selected=selected, config=config, dtype=dtype)
 
 
@@ -69,8 +69,15 @@ def test_oracle_with_replay_equals_adamw_after_a_flush(history, per_block):
 def test_oracle_in_float64_equals_float64_adamw_to_the_last_digits(seed):
     """Without fp32 in the way: any difference in the rule itself would show here at 1e-12."""
     rnd, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    config = ZenFlowConfig(topk_ratio=0.4, update_interval=rnd.choice([1, 2, 4, 7]), lag=rnd.choice([0, 1, 3]), min_numel=0,
-                           select_interval=rnd.choice([1, 3, 5]), full_warm_up_rounds=rnd.choice([0, 3]), max_update_interval=8)  # fmt: skip
+    config = ZenFlowConfig(
+        topk_ratio=0.4,
+        update_interval=rnd.choice([1, 2, 4, 7]),
+        lag=rnd.choice([0, 1, 3]),
+        min_numel=0,
+        select_interval=rnd.choice([1, 3, 5]),
+        full_warm_up_rounds=rnd.choice([0, 3]),
+        max_update_interval=8,
+    )
     weights = [torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3)]
     oracle = Oracle(weights, [(0, [0, 1]), (1, [2])], dims=[1, 0, 1], selected=[2, 2, None], config=config)
     params = [torch.nn.Parameter(w.clone()) for w in weights]
@@ -79,10 +86,10 @@ def test_oracle_in_float64_equals_float64_adamw_to_the_last_digits(seed):
         grads = [None if rnd.random() < 0.1 else torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in weights]
         oracle.interval = rnd.choice([1, 2, 4, 7]) if t % 9 == 8 else oracle.interval
         oracle.step(grads, [ADAMW] * 3)
-        for p, g in zip(params, grads):
+        for p, g in zip(params, grads, strict=True):
             p.grad = g
         theirs.step()
-    for ours, p in zip(oracle.exact(), params):
+    for ours, p in zip(oracle.exact(), params, strict=True):
         torch.testing.assert_close(ours, p.detach(), rtol=1e-12, atol=1e-14)
 
 
@@ -219,7 +226,9 @@ def test_stronghold_equals_the_oracle_at_every_call(device):
     follow(History(shapes=((6, 8), (9,), (8, 6), (4, 3, 3)), calls=(Call(),) * 10, config=config), device)
 
 
-@pytest.mark.parametrize("factors", [[0.25, 0.5, 0.75, 1.0, 1.0], [1.0] * 5, [0.1 * i for i in range(1, 10)] + [0.9, 0.8], [1.0, 0.5]])
+@pytest.mark.parametrize(
+    "factors", [[0.25, 0.5, 0.75, 1.0, 1.0], [1.0] * 5, [0.1 * i for i in range(1, 10)] + [0.9, 0.8], [1.0, 0.5]]
+)
 def test_automatic_warm_up_lasts_while_the_learning_rate_rises(device, factors):
     config = ZenFlowConfig(topk_ratio=0.25, update_interval=3, lag=2, select_interval=4, min_numel=0, block_numel=40)
     calls = tuple(Call(lr_factor=f) for f in factors + [factors[-1] / 2] * 12)
@@ -246,7 +255,9 @@ def test_scores_are_of_the_gradient_as_the_user_scaled_it(device):
 
 def test_channels_with_equal_scores_are_chosen_from_the_lowest_index(device):
     """Columns of one absolute value: every score ties exactly, so the first ones win, at every selection."""
-    config = ZenFlowConfig(topk_ratio=0.5, update_interval=2, lag=0, stagger=False, full_warm_up_rounds=1, select_interval=2, min_numel=0)
+    config = ZenFlowConfig(
+        topk_ratio=0.5, update_interval=2, lag=0, stagger=False, full_warm_up_rounds=1, select_interval=2, min_numel=0
+    )
     history = History(shapes=((4, 8),), calls=(Call(),) * 6, config=config)
     player = Player(history, device)
     (p,) = player.params

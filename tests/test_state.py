@@ -36,7 +36,7 @@ def resumed(checkpoint: bytes, history: History, t: int, device, *, model_first:
 
     def load_model() -> None:
         with torch.no_grad():
-            for p, w in zip(player.params, loaded["weights"]):
+            for p, w in zip(player.params, loaded["weights"], strict=True):
                 p.copy_(w)
 
     if model_first:
@@ -61,7 +61,9 @@ CASES = {
     "zero-offload-dpu": dict(preset="zero-offload-dpu", full_warm_up_rounds=0),
     "stronghold": dict(preset="stronghold", full_warm_up_rounds=0),
     "device": dict(preset="device"),
-    "bf16 moments": dict(topk_ratio=0.25, update_interval=3, full_warm_up_rounds=2, select_interval=3, moments_dtype="bfloat16"),
+    "bf16 moments": dict(
+        topk_ratio=0.25, update_interval=3, full_warm_up_rounds=2, select_interval=3, moments_dtype="bfloat16"
+    ),
 }
 
 
@@ -73,7 +75,9 @@ def test_resumed_at_any_call_a_run_is_bit_identical(device, case, dtype):
     skip = () if case == "stronghold" else (BAD,)
     rising = (Call(lr_factor=0.25), Call(lr_factor=0.5), Call(lr_factor=0.75), Call(), Call())
     calls = (*rising, *skip, Call(missing=frozenset([1])), Call(lr_factor=0.5), *skip, Call(), Call(), Call(), Call())
-    history = History(shapes=((6, 8), (5,), (8, 6), (3, 4, 2)), calls=calls, config=config, dtypes=(dtype,) * 4, groups=(0, 1, 1, 0))
+    history = History(
+        shapes=((6, 8), (5,), (8, 6), (3, 4, 2)), calls=calls, config=config, dtypes=(dtype,) * 4, groups=(0, 1, 1, 0)
+    )
     expected = run(history, device)
     player = Player(history, device)
     for t in range(1, len(calls)):
@@ -95,7 +99,11 @@ def test_any_run_resumed_anywhere_is_bit_identical(device, history, rule, data):
 
 
 def simple(t: int = 7) -> History:
-    return History(shapes=((6, 8), (5,), (8, 6)), calls=(Call(),) * (2 * t), config=ZenFlowConfig(min_numel=0, block_numel=50, **CASES["stallfree"]))
+    return History(
+        shapes=((6, 8), (5,), (8, 6)),
+        calls=(Call(),) * (2 * t),
+        config=ZenFlowConfig(min_numel=0, block_numel=50, **CASES["stallfree"]),
+    )
 
 
 def test_weights_loaded_after_the_optimizer_do_not_disturb_it(device):
@@ -167,7 +175,9 @@ def test_state_has_the_form_of_torch_optimizers(device):
     assert set(state["state"]) == {0, 1, 2}
     for ours, theirs in zip(state["param_groups"], reference["param_groups"], strict=True):
         assert ours["params"] == theirs["params"]
-        assert {k: ours[k] for k in ("lr", "betas", "eps", "weight_decay")} == {k: theirs[k] for k in ("lr", "betas", "eps", "weight_decay")}
+        assert {k: ours[k] for k in ("lr", "betas", "eps", "weight_decay")} == {
+            k: theirs[k] for k in ("lr", "betas", "eps", "weight_decay")
+        }
 
 
 def test_groups_settings_are_restored(device):
@@ -225,7 +235,7 @@ def refused(state, params, match, **config) -> None:
     with pytest.raises((ValueError, RuntimeError), match=match):
         optimizer.load_state_dict(state)
     assert flat(optimizer.state_dict()) == before
-    assert all(torch.equal(p.detach(), w) for p, w in zip(params, weights))
+    assert all(torch.equal(p.detach(), w) for p, w in zip(params, weights, strict=True))
     backward(params, [torch.ones_like(p) for p in params])
     optimizer.step()  # still works
     optimizer.close()
@@ -253,8 +263,17 @@ def test_a_state_of_another_model_is_refused(state):
     refused(state, ones((4, 6), (6, 5)), "shape|size", **settings)
 
 
-@pytest.mark.parametrize("change", [dict(topk_ratio=0.25), dict(rule="mean"), dict(lag=3), dict(channel_dim=0),
-                                    dict(moments_dtype="bfloat16"), dict(block_numel=1)])  # fmt: skip
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(topk_ratio=0.25),
+        dict(rule="mean"),
+        dict(lag=3),
+        dict(channel_dim=0),
+        dict(moments_dtype="bfloat16"),
+        dict(block_numel=1),
+    ],
+)
 def test_a_state_of_another_configuration_is_refused_by_name(state, change):
     """What would change the run must be the same; `refused` also checks that nothing was half loaded."""
     refused(state, ones((4, 6), (6, 4)), next(iter(change)), **dict(topk_ratio=0.5, update_interval=2) | change)

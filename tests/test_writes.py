@@ -34,7 +34,9 @@ class Follower:
         self.history = history
         self.groups = [hyper_of(group) for group in groups]
         self.masters = [nn.Parameter(w.float()) for w in history.weights()]
-        self.optimizers = [torch.optim.AdamW([p], **h) for p, h in zip(self.masters, hypers(history, 0, self.groups))]
+        self.optimizers = [
+            torch.optim.AdamW([p], **h) for p, h in zip(self.masters, hypers(history, 0, self.groups), strict=True)
+        ]
 
     def write(self, i: int, weight: torch.Tensor) -> None:
         with torch.no_grad():
@@ -46,7 +48,9 @@ class Follower:
         grads = clipped(history.grads(t, history.weights()), history.calls[t])
         if not all(torch.isfinite(g).all() for g in grads if g is not None):
             return
-        for p, grad, hyper, optimizer in zip(self.masters, grads, hypers(history, t, self.groups), self.optimizers):
+        for p, grad, hyper, optimizer in zip(
+            self.masters, grads, hypers(history, t, self.groups), self.optimizers, strict=True
+        ):
             p.grad, optimizer.param_groups[0]["lr"] = grad, hyper["lr"]
         if history.config.max_grad_norm is not None and any(g is not None for g in grads):
             nn.utils.clip_grad_norm_(self.masters, history.config.max_grad_norm)
@@ -59,7 +63,7 @@ WRITES = ["copy_", "mul_", "element", "load_state_dict"]
 
 @given(history=histories(dtypes=("fp32", "fp32", "bf16"), most_calls=16, befores=("flush", "exact")), data=st.data())
 def test_training_goes_on_from_what_was_written(device, history, data):
-    """At any call, to any parameter; after a flush everything is AdamW with the same writes. Gradients so far stay in the moments."""
+    """At any call, to any parameter: a flush leaves AdamW with the same writes, whose moments keep the gradients so far."""
     player = Player(history, device)
     follower = Follower(history, [dict(group) for group in player.optimizer.param_groups])
     for t in range(len(history.calls)):

@@ -27,21 +27,21 @@ class Mirror:
         self.masters = {p: nn.Parameter(p.detach().float().clone()) for p in self.params}
         settings = [{k: group[k] for k in ("lr", "betas", "eps", "weight_decay")} for group in groups]
         held = [[self.masters[p] for p in group["params"] if p in self.masters] for group in groups]
-        self.optimizer = torch.optim.AdamW([dict(params=h, **s) for h, s in zip(held, settings) if h])
-        self.sources = [group for group, h in zip(groups, held) if h]
+        self.optimizer = torch.optim.AdamW([dict(params=h, **s) for h, s in zip(held, settings, strict=True) if h])
+        self.sources = [group for group, h in zip(groups, held, strict=True) if h]
 
     def step(self, grads: list[Tensor | None]) -> None:
-        for p, grad in zip(self.params, grads):
+        for p, grad in zip(self.params, grads, strict=True):
             self.masters[p].grad = None if grad is None else grad.detach().float()
-        for mine, source in zip(self.optimizer.param_groups, self.sources):
+        for mine, source in zip(self.optimizer.param_groups, self.sources, strict=True):
             mine["lr"] = source["lr"]
         self.optimizer.step()
 
-    def compare(self, what: str, calls: int, *, relative: float = 0.0) -> None:
-        """Every parameter is its master rounded, up to fp32 arithmetic: see histories.tolerance. `relative`: more, of the way."""
+    def compare(self, what: str, calls: int) -> None:
+        """Every parameter is its master rounded, up to fp32 arithmetic: see histories.tolerance."""
         for p in self.params:
             master = self.masters[p].detach()
-            tol = calls * (2.0**-23 * master.abs() + LR * 5e-6) + relative * LR * calls
+            tol = calls * (2.0**-23 * master.abs() + LR * 5e-6)
             low, high, actual = (master - tol).to(p.dtype), (master + tol).to(p.dtype), p.detach()
             off = (actual.float() - master).abs().max().item()
             assert ((low <= actual) & (actual <= high)).all(), f"{what}: {tuple(p.shape)} {p.dtype} is off by {off:.3g}"
@@ -56,7 +56,7 @@ def train(model: nn.Module, loss: Loss, settings: dict, *, passes: int = 1, grou
     """Train under one preset; assert that the weights are AdamW's: at every call for zero-offload, after a flush otherwise.
 
     Under zero-offload a twin is trained by AdamW beside it, on gradients of its own. Its losses must agree; single weights need
-    not, because AdamW makes whole steps of the rounding noise that, for example, the bias before a batch norm has as a gradient.
+    not, because AdamW makes whole steps of rounding noise, which is all the gradient that, say, a bias before a batch norm has.
     """
     synchronous = settings.get("preset") == "zero-offload"
     precise = all(p.dtype == torch.float32 for p in model.parameters())
@@ -64,7 +64,7 @@ def train(model: nn.Module, loss: Loss, settings: dict, *, passes: int = 1, grou
     optimizer = ZenFlowAdamW(groups(model) if groups else model.named_parameters(), lr=LR, config=ZenFlowConfig(**settings))
     scheduler = schedule(optimizer) if schedule else None
     mirror = Mirror(optimizer.param_groups)
-    twins = dict(zip(model.parameters(), twin.parameters()))
+    twins = dict(zip(model.parameters(), twin.parameters(), strict=True))
     twin_groups = [group | dict(params=[twins[p] for p in group["params"]]) for group in optimizer.param_groups]
     follower = Mirror(twin_groups)
     before = [p.detach().clone() for p in mirror.params]
@@ -85,7 +85,7 @@ def train(model: nn.Module, loss: Loss, settings: dict, *, passes: int = 1, grou
         optimizer.zero_grad()
         if synchronous:
             mirror.compare(f"call {t + 1}", t + 1)
-            for group, source in zip(twin_groups, optimizer.param_groups):
+            for group, source in zip(twin_groups, optimizer.param_groups, strict=True):
                 group["lr"] = source["lr"]
             follower.step([p.grad for p in follower.params])
             twin.zero_grad()
@@ -96,7 +96,7 @@ def train(model: nn.Module, loss: Loss, settings: dict, *, passes: int = 1, grou
             scheduler.step()
     optimizer.flush()
     mirror.compare("flushed", CALLS)
-    assert any(not torch.equal(p.detach(), old) for p, old in zip(mirror.params, before))
+    assert any(not torch.equal(p.detach(), old) for p, old in zip(mirror.params, before, strict=True))
     optimizer.close()
 
 

@@ -7,12 +7,13 @@ import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from .plan import GRID, METHODS, MODERATE, SEEDS, SYNC, Run, loss_of, read, run_of
+from .plan import METHODS, MODERATE, SEEDS, STEPS, SYNC, loss_of, read, run_of
 
-Records = Mapping[Run, Mapping[str, Any]]
+Records = Mapping[tuple[str, float, int], Mapping[str, Any]]  # of one task and length: (method, rate, seed) -> record
 
 
 def diverged(record: Mapping[str, Any]) -> bool:
@@ -20,17 +21,21 @@ def diverged(record: Mapping[str, Any]) -> bool:
     return not loss_of(record) < record["untrained"]
 
 
-def losses(records: Records, task: str, method: str, lr: float) -> dict[int, float]:
+def losses(records: Records, method: str, lr: float | None) -> dict[int, float]:
     """Final held-out loss by seed."""
-    runs = {seed: records.get(Run(task, method, lr, seed)) for seed in SEEDS}
+    runs = {seed: records.get((method, lr, seed)) for seed in SEEDS} if lr else {}
     return {seed: loss_of(record) for seed, record in runs.items() if record}
 
 
-def best_lr(records: Records, task: str, method: str) -> float | None:
+def rates_of(records: Records, method: str | None = None) -> list[float]:
+    return sorted({lr for its, lr, _ in records if method in (None, its)})
+
+
+def best_lr(records: Records, method: str) -> float | None:
     """The rate of the lowest mean loss, among those with the most seeds."""
-    tried = {lr: losses(records, task, method, lr) for lr in GRID}
-    most = max(map(len, tried.values()))
-    means = {lr: statistics.fmean(found.values()) for lr, found in tried.items() if len(found) == most > 0}
+    tried = {lr: losses(records, method, lr) for lr in rates_of(records, method)}
+    most = max(map(len, tried.values()), default=0)
+    means = {lr: statistics.fmean(found.values()) for lr, found in tried.items() if len(found) == most}
     return min(means, key=means.__getitem__, default=None)
 
 
@@ -58,37 +63,37 @@ def table(header: list[str], rows: Iterable[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def summary(records: Records, task: str) -> str:
-    """One row for each method: at its best rate, and at the moderate one."""
-    reference = best_lr(records, task, SYNC.name)
+def summary(records: Records) -> str:
+    """One row for each method: at its best rate, and at a moderate one."""
+    rates = rates_of(records)
+    moderate = MODERATE if MODERATE in rates else rates[0]
+    reference = losses(records, SYNC.name, best_lr(records, SYNC.name))
+    moderate_reference = losses(records, SYNC.name, moderate)
     rows = []
     for method in METHODS:
-        best = best_lr(records, task, method)
+        best, tried = best_lr(records, method), rates_of(records, method)
         if best is None:
             continue
-        at_best, moderate = losses(records, task, method, best), losses(records, task, method, MODERATE)
-        sync_best = losses(records, task, SYNC.name, reference) if reference else {}
-        runs = [records[Run(task, method, best, seed)] for seed in at_best]
-        edge = (
-            "" if GRID.index(best) + 1 < len(GRID) and losses(records, task, method, GRID[GRID.index(best) + 1]) else " (edge)"
-        )
+        at_best, at_moderate = losses(records, method, best), losses(records, method, moderate)
+        runs = [records[method, best, seed] for seed in at_best]
         rows.append([
-            method, f"{best:g}{edge}", str(len(at_best)), mean_and_spread(at_best.values()), against(at_best, sync_best),
+            method, f"{best:g}" + (" (edge)" if best in (tried[0], tried[-1]) else ""), str(len(at_best)),
+            mean_and_spread(at_best.values()), against(at_best, reference),
             f"{statistics.fmean(run['exact_match'][-1] for run in runs):.3f}",
-            mean_and_spread(moderate.values()), against(moderate, losses(records, task, SYNC.name, MODERATE)),
+            mean_and_spread(at_moderate.values()), against(at_moderate, moderate_reference),
             f"{statistics.fmean(run['rho'] or math.nan for run in runs):.3f}",
         ])  # fmt: skip
     header = ["method", "best LR", "seeds", "held-out loss", "above synchronous", "exact match",
-              f"loss at {MODERATE:g}", "above synchronous", "rho"]  # fmt: skip
+              f"loss at {moderate:g}", "above synchronous", "rho"]  # fmt: skip
     return table(header, rows)
 
 
-def grid(records: Records, task: str) -> str:
+def grid(records: Records) -> str:
     """Final held-out loss of the first seed, methods by learning rates."""
-    rates = [lr for lr in GRID if any(run.task == task and run.lr == lr for run in records)]
+    rates = rates_of(records)
 
     def cell(method: str, lr: float) -> str:
-        record = records.get(Run(task, method, lr, SEEDS[0]))
+        record = records.get((method, lr, SEEDS[0]))
         if record is None:
             return ""
         return f"{loss_of(record):.4f}" + (" (diverged)" if diverged(record) else "")
@@ -110,28 +115,32 @@ def locality(probe: Mapping[str, Any]) -> str:
 
 
 def report(paths: list[Path]) -> str:
-    records = {run_of(record): record for record in read(paths)}
+    """A section for each task and number of steps."""
+    sections: dict[tuple[str, int], dict[tuple[str, float, int], Mapping[str, Any]]] = {}
+    for record in read(paths):
+        run = run_of(record)
+        sections.setdefault((run.task, run.steps), {})[run.method, run.lr, run.seed] = record
     probes = {}
     for path in paths:
         for line in path.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             if record["kind"] == "probe":
-                probes[record["task"]] = record
+                probes[record["task"], record.get("steps", STEPS)] = record
     parts = []
-    for task in sorted({run.task for run in records}):
-        some = next(record for run, record in records.items() if run.task == task)
+    for (task, steps), records in sorted(sections.items(), key=itemgetter(0)):
+        some = next(iter(records.values()))
         parts += [
-            f"## {task}\n",
-            f"{some['steps']} steps of {some['batch']} sequences; held-out loss before training {some['untrained']:.4f}. "
+            f"## {task}, {steps} steps\n",
+            f"{steps} steps of {some['batch']} sequences; held-out loss before training {some['untrained']:.4f}. "
             f"{some['device']}, torch {some['torch']}, {some['date']}.\n",
-            summary(records, task),
+            summary(records),
             "Held-out loss after the last step, first seed, by learning rate:\n",
-            grid(records, task),
+            grid(records),
         ]
-        if task in probes:
+        if (task, steps) in probes:
             parts += [
                 "rho and retention by kind of parameter, on the gradients of synchronous AdamW:\n",
-                locality(probes[task]),
+                locality(probes[task, steps]),
             ]
     return "\n".join(parts)
 

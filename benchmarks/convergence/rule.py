@@ -26,10 +26,16 @@ class Method:
     lookahead: float | Literal["auto"] = "auto"
     deferred_lr_scale: float = 1.0
     full_warm_up_rounds: int = 20
-    warm_up_lookahead: bool = True
-    """False: the weights published inside the warm-up are plain masters. Not a setting of `ZenFlowConfig`, which has True."""
     select_interval: int = 64
     score_decay: float = 0.9
+    # Not settings of the library
+    warm_up_lookahead: float | None = None
+    """The look-ahead inside the warm-up; None: as outside it, which for "auto" is lag / 2 there."""
+    ramp: tuple[tuple[int, int], ...] = ()
+    """(S, last call) in ascending order: windows that begin no later than that call have this S, later ones `update_interval`.
+    What calls of `set_update_interval` do, in the call before."""
+    deferred_beta1: float | None = None
+    """beta1 of deferred channels after the warm-up. Bias corrections remain those of the common beta1."""
 
     @property
     def synchronous(self) -> bool:
@@ -39,6 +45,10 @@ class Method:
     def slots(self) -> int:
         """Calls whose gradients must be kept: those of a window, and those collected until it is published."""
         return 0 if self.synchronous else self.update_interval + self.lag
+
+    def interval_at(self, call: int) -> int:
+        """S of a window that begins at this call, after the warm-up."""
+        return next((interval for interval, last in self.ramp if call <= last), self.update_interval)
 
     def lookahead_at(self, interval: int) -> float:
         return (interval - 1 + self.lag) / 2 if self.lookahead == "auto" else self.lookahead
@@ -62,14 +72,14 @@ def windows_of(method: Method, phase: int, calls: int) -> list[Window]:
         warming, warming_next = call <= method.full_warm_up_rounds, call < method.full_warm_up_rounds
         if not (warming or call % interval == phase % interval or call - first + 1 >= interval):
             continue
-        interval = 1 if warming_next else method.update_interval
+        interval = 1 if warming_next else method.interval_at(call + 1)
         due = call if warming else call + method.lag
         selects = not warming_next and method.topk_ratio > 0
         selects = selects and (not last_selection or call - last_selection >= method.select_interval)
         if selects:
             last_selection, due = call, min(due, call + 1)
-        plain = warming_next and not method.warm_up_lookahead
-        windows.append(Window(first, call, due, 0.0 if plain else method.lookahead_at(interval), selects))
+        lookahead = method.warm_up_lookahead if warming_next else None
+        windows.append(Window(first, call, due, method.lookahead_at(interval) if lookahead is None else lookahead, selects))
         first = call + 1
     return windows
 

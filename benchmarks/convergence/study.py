@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import math
 import time
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from .layout import Layout
 from .llama import SMOLLM2, BatchedLlama, Llama, flatten
-from .plan import METHODS, MODERATE, PROBE, WARM_UP, Run, batch_of, loss_of, missing, read, run_of
+from .plan import GROUPS, METHODS, MODERATE, PROBE, STEPS, WARM_UP, Run, batch_of, loss_of, missing, read, run_of
 from .pretrained import load_weights
 from .probe import Probe
 from .rule import learning_rates
@@ -30,15 +31,17 @@ EVALUATIONS = 3  # evenly spread; the last is at the end
 
 
 def train(
-    runs: Sequence[Run], task: Task, shape: Llama, layout: Layout, master: Tensor, *, steps: int, batch: int, backend: str,
+    runs: Sequence[Run], task: Task, shape: Llama, layout: Layout, master: Tensor, *, batch: int, backend: str,
     dtype: torch.dtype = torch.bfloat16, chunk: int = 64,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Runs of one task side by side; master: [numel] fp32, where they start. Returns a record for each, and for the probe."""
+    """Runs of one task and length side by side; master: [numel] fp32, where they start. Returns a record for each run and for
+    the probe."""
+    (steps,) = {run.steps for run in runs}
     methods = [METHODS[run.method] for run in runs]
     lrs = [learning_rates(run.lr, steps, min(WARM_UP, steps // 2)) for run in runs]
     sim = Simulator(layout, master, methods, lrs, dtype=dtype, backend=backend)
     model = BatchedLlama(shape, layout, sim.weight)
-    probed = next((i for i, run in enumerate(runs) if run[1:] == PROBE and steps > WARM_UP + 1), None)
+    probed = next((i for i, run in enumerate(runs) if run[1:4] == PROBE and steps > WARM_UP + 1), None)
     probe = None if probed is None else Probe(layout, METHODS["replay S=4"], steps)
     order = torch.stack([task.order(run.seed, steps, batch) for run in runs])
     train_loss = torch.zeros(steps, len(runs), device=master.device)
@@ -55,17 +58,18 @@ def train(
             held_out.append(loss.tolist())
             exact_match.append(matches.tolist())
     last = train_loss[-min(50, steps) :].mean(0).tolist()
-    rho = sim.deferred_share[WARM_UP + 1 :].mean(0).tolist()
+    deferring = [max(WARM_UP, method.full_warm_up_rounds) + 1 for method in methods]  # the first call that counts
+    rho = [sim.deferred_share[first:, i].mean().item() for i, first in enumerate(deferring)]
     records = [
         dict(
             kind="run", **run._asdict(), held_out=[_finite(row[i]) for row in held_out],
             exact_match=[row[i] for row in exact_match], train_last_50=_finite(last[i]), rho=_finite(rho[i]),
-            steps=steps, batch=batch,
+            batch=batch,
         )
         for i, run in enumerate(runs)
     ]  # fmt: skip
     if probe:
-        records.append(dict(kind="probe", task=runs[0].task, table=probe.result()))
+        records.append(dict(kind="probe", task=runs[0].task, steps=steps, table=probe.result()))
     return records
 
 
@@ -98,14 +102,13 @@ def _finite(value: float) -> float | None:
 def pick_concurrency(master: Tensor, task: Task, layout: Layout, backend: str, batch: int, sizes: Sequence[int]) -> int:
     """Of these numbers of runs side by side the one with the least time per run and step. Prints each."""
     best, least = sizes[0], math.inf
-    names = list(METHODS)
+    names = GROUPS["default"]
     for size in sizes:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         try:
-            runs = [Run("", names[i % len(names)], MODERATE, i) for i in range(size)]
-            train(runs, task, SMOLLM2, layout, master, steps=4, batch=batch, backend=backend)  # compiles, warms up
-            seconds = [_timed(runs, task, layout, master, backend, batch, steps) for steps in (10, 40)]
+            several = [[Run("", names[i % len(names)], MODERATE, i, steps) for i in range(size)] for steps in (4, 10, 40)]
+            _, *seconds = [_timed(runs, task, layout, master, backend, batch) for runs in several]  # the first compiles
         except torch.cuda.OutOfMemoryError:
             print(f"concurrency {size}: out of memory", flush=True)
             break
@@ -119,10 +122,10 @@ def pick_concurrency(master: Tensor, task: Task, layout: Layout, backend: str, b
     return best
 
 
-def _timed(runs: list[Run], task: Task, layout: Layout, master: Tensor, backend: str, batch: int, steps: int) -> float:
+def _timed(runs: list[Run], task: Task, layout: Layout, master: Tensor, backend: str, batch: int) -> float:
     torch.cuda.synchronize()
     start = time.perf_counter()
-    train(runs, task, SMOLLM2, layout, master, steps=steps, batch=batch, backend=backend)
+    train(runs, task, SMOLLM2, layout, master, batch=batch, backend=backend)
     torch.cuda.synchronize()
     return time.perf_counter() - start
 
@@ -138,9 +141,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default=math.inf,
         help="seconds after which no batch of runs is started that would end later",
     )
+    parser.add_argument("--group", nargs="+", choices=list(GROUPS), default=["default"], help="of runs; see plan.py")
     parser.add_argument("--methods", nargs="+", choices=list(METHODS), default=list(METHODS), metavar="NAME", help="only these")
     parser.add_argument("--concurrency", default="auto", help="runs side by side")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=STEPS, help="the group long has four times as many")
+    parser.add_argument("--pace", type=float, default=5.7, help="ms per step and run, assumed until the first batch has ended")
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step")
     parser.add_argument("--backend", choices=["triton", "torch"], default="triton", help="of the update")
     parser.add_argument("--device", default="cuda")
@@ -164,15 +169,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     files = [path for path in (*args.known, args.out) if path.exists()]
     results = {run_of(record): loss_of(record) for record in read(files)}
-    longest = 0.0
-    while todo := missing(results, tasks, args.methods):
+    plan = functools.partial(missing, tasks=list(tasks), methods=args.methods, steps=args.steps, groups=args.group)
+    pace = args.pace / 1e3  # seconds per step and run
+    slowest = pace * concurrency  # seconds per step of a batch
+    while todo := plan(results):
         runs = batch_of(todo, concurrency)
-        if time.monotonic() - began + longest * 1.1 > args.time_limit:
+        elapsed = time.monotonic() - began
+        expected = sum(run.steps for run in todo) * pace
+        print(f"[{elapsed:.0f} s] {len(todo)} runs known to be left, about {expected:.0f} s", flush=True)
+        if elapsed + slowest * runs[0].steps * 1.1 > args.time_limit:
             break
         start = time.monotonic()
         task = tasks[runs[0].task]
         try:
-            records = train(runs, task, SMOLLM2, layout, master, steps=args.steps, batch=args.batch, backend=args.backend)
+            records = train(runs, task, SMOLLM2, layout, master, batch=args.batch, backend=args.backend)
         except torch.cuda.OutOfMemoryError:
             records = None
         if device.type == "cuda":
@@ -183,17 +193,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             concurrency = len(runs) // 2
             continue
         seconds = time.monotonic() - start
-        longest = max(longest, seconds)
+        slowest, pace = max(slowest, seconds / runs[0].steps), seconds / runs[0].steps / len(runs)
         with args.out.open("a", encoding="utf-8") as out:
             for record in records:
                 out.write(json.dumps(record | about | dict(untrained=start_loss[record["task"]])) + "\n")
         done = [record for record in records if record["kind"] == "run"]
         results |= {run_of(record): loss_of(record) for record in done}
-        each = seconds / args.steps / len(runs) * 1e3
         losses = "; ".join(f"{record['method']} {record['lr']:g}/{record['seed']} {loss_of(record):.4f}" for record in done)
-        left = f"{len(todo) - len(runs)} known to be left, {each:.2f} ms per step and run"
-        print(f"[{time.monotonic() - began:.0f} s] {left}; {runs[0].task}: {losses}", flush=True)
-    left = len(missing(results, tasks, args.methods))
+        print(f"{pace * 1e3:.2f} ms per step and run; {runs[0].task}, {runs[0].steps} steps: {losses}", flush=True)
+    left = len(plan(results))
     print(f"{len(results)} runs are known, {left} are known to be left; {time.monotonic() - began:.0f} s", flush=True)
 
 

@@ -53,6 +53,11 @@ class State:
     clip: Tensor  # [T + 1] factor on each call's gradient
     bias: Tensor  # [2, T + 1] 1 - beta**n
 
+    def deferred_beta1(self, call: int, beta1: float) -> float:
+        """Of the windows that are due in this call: those of the warm-up are due in it."""
+        own = self.method.deferred_beta1
+        return beta1 if own is None or call <= self.method.full_warm_up_rounds else own
+
 
 def update_torch(
     state: State, layout: Layout, hyper: Hyper, call: int, windows: Tensor, lookahead: Tensor | None, out: Tensor, commit: bool
@@ -64,9 +69,9 @@ def update_torch(
     master, exp_avg, exp_avg_sq = state.master.clone(), state.exp_avg.clone(), state.exp_avg_sq.clone()
     steps = state.steps[channel].long()
     drift, written = torch.zeros_like(master), torch.zeros_like(deferred)
-    beta1, beta2 = hyper.betas
+    (beta1, beta2), deferred_beta1 = hyper.betas, state.deferred_beta1(call, hyper.betas[0])
 
-    def adamw(active: Tensor, grad: Tensor, lr: Tensor, n: Tensor | int) -> Tensor:
+    def adamw(active: Tensor, grad: Tensor, lr: Tensor, n: Tensor | int, beta1: float) -> Tensor:
         m = exp_avg + (1 - beta1) * (grad - exp_avg)
         v = beta2 * exp_avg_sq + (1 - beta2) * grad * grad
         direction = m / state.bias[0, n] / ((v / state.bias[1, n]).sqrt() + hyper.eps)
@@ -87,11 +92,12 @@ def update_torch(
             total += grad
             if not mean:
                 lr = state.lr[past] * state.method.deferred_lr_scale
-                drift = torch.where(inside, lr * adamw(inside, grad, lr, past), drift)
+                drift = torch.where(inside, lr * adamw(inside, grad, lr, past, deferred_beta1), drift)
         if mean:
             steps = steps + due
             lr = state.lr[last] * state.method.deferred_lr_scale
-            drift = torch.where(due, lr * adamw(due, total / (last - first + 1).clamp(min=1), lr, steps), drift)
+            average = total / (last - first + 1).clamp(min=1)
+            drift = torch.where(due, lr * adamw(due, average, lr, steps, deferred_beta1), drift)
         if lookahead is not None:
             plain = (last == call) & ((flags & STAYS) != 0)
             drift = torch.where(plain, 0.0, drift * lookahead[block])
@@ -99,7 +105,7 @@ def update_torch(
         out.copy_(master)
         return
     on = (flags & SELECTED) != 0
-    adamw(on, state.grad.to(master.dtype) * state.clip[call], state.lr[call], steps + 1 if mean else call)
+    adamw(on, state.grad.to(master.dtype) * state.clip[call], state.lr[call], steps + 1 if mean else call, beta1)
     out.copy_(torch.where(on, master, torch.where(written, master - drift, out)))
     for old, new in ((state.master, master), (state.exp_avg, exp_avg), (state.exp_avg_sq, exp_avg_sq)):
         old.copy_(new)
@@ -133,7 +139,7 @@ if triton is not None:
     def _update(
         grad_ptr, master_ptr, exp_avg_ptr, exp_avg_sq_ptr, out_ptr, ring_ptr, flags_ptr, steps_ptr,  # P or C elements
         tiles_ptr, windows_ptr, lookahead_ptr, lr_ptr, clip_ptr, bias1_ptr, bias2_ptr,  # tables
-        call, numel, lr_scale, new1, keep2, new2, eps, weight_decay,
+        call, numel, lr_scale, deferred_new1, new1, keep2, new2, eps, weight_decay,
         SLOTS: tl.constexpr, WINDOWS: tl.constexpr, MEAN: tl.constexpr, COMMIT: tl.constexpr, TILE: tl.constexpr,
     ):  # fmt: skip
         tile = tl.program_id(0)
@@ -191,7 +197,7 @@ if triton is not None:
                     lr = tl.load(lr_ptr + past) * lr_scale
                     direction, master, exp_avg, exp_avg_sq = _adamw(
                         due, grad, lr, tl.load(bias1_ptr + past), tl.load(bias2_ptr + past), master, exp_avg, exp_avg_sq,
-                        new1, keep2, new2, eps, weight_decay,
+                        deferred_new1, keep2, new2, eps, weight_decay,
                     )  # fmt: skip
                     drift = lr * direction
                 past += 1
@@ -203,7 +209,7 @@ if triton is not None:
                 grad = total / tl.maximum(last - first + 1, 1).to(tl.float32)
                 direction, master, exp_avg, exp_avg_sq = _adamw(
                     inside, grad, lr, tl.load(bias1_ptr + n), tl.load(bias2_ptr + n), master, exp_avg, exp_avg_sq,
-                    new1, keep2, new2, eps, weight_decay,
+                    deferred_new1, keep2, new2, eps, weight_decay,
                 )  # fmt: skip
                 drift = tl.where(inside, lr * direction, drift)
             if COMMIT:
@@ -240,7 +246,8 @@ def update_triton(
     _update[(layout.numel // layout.tile,)](
         state.grad, state.master, state.exp_avg, state.exp_avg_sq, out, state.ring, state.flags, state.steps,
         layout.tiles, windows, state.lr if lookahead is None else lookahead, state.lr, state.clip, state.bias[0], state.bias[1],
-        call, layout.numel, state.method.deferred_lr_scale, 1 - beta1, beta2, 1 - beta2, hyper.eps, hyper.weight_decay,
+        call, layout.numel, state.method.deferred_lr_scale,
+        1 - state.deferred_beta1(call, beta1), 1 - beta1, beta2, 1 - beta2, hyper.eps, hyper.weight_decay,
         SLOTS=state.method.slots, WINDOWS=windows.shape[1], MEAN=state.method.rule == "mean", COMMIT=commit, TILE=layout.tile,
     )  # fmt: skip
 

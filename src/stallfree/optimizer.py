@@ -148,6 +148,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """As torch.nn.utils.clip_grad_norm_ over all parameters; returns the norm before clipping."""
+        if not max_norm >= 0:
+            raise ValueError(f"max_norm must be a number, at least 0; got {max_norm}")
         return nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], max_norm)
 
     def full_gradient(self, param: nn.Parameter) -> Tensor | None:

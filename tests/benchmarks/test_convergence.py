@@ -21,12 +21,12 @@ from oracle import Oracle  # noqa: E402
 from benchmarks.convergence import study  # noqa: E402
 from benchmarks.convergence.layout import Layout, Shape  # noqa: E402
 from benchmarks.convergence.llama import BatchedLlama, Llama, flatten, random_weights  # noqa: E402
+from benchmarks.convergence.plan import GROUPS, MODERATE, START, Run, batch_of, missing  # noqa: E402
 from benchmarks.convergence.plan import METHODS as METHODS_STUDIED  # noqa: E402
-from benchmarks.convergence.plan import MODERATE, START, Run, batch_of, missing  # noqa: E402
 from benchmarks.convergence.pretrained import dequantize  # noqa: E402
 from benchmarks.convergence.probe import Probe  # noqa: E402
 from benchmarks.convergence.report import report  # noqa: E402
-from benchmarks.convergence.rule import Method, learning_rates  # noqa: E402
+from benchmarks.convergence.rule import Method, learning_rates, windows_of  # noqa: E402
 from benchmarks.convergence.simulator import Simulator  # noqa: E402
 from benchmarks.convergence.tasks import Task  # noqa: E402
 from benchmarks.convergence.update import Hyper  # noqa: E402
@@ -39,6 +39,9 @@ METHODS = [
     Method(name="replay S=4", **COMMON),
     Method(name="without look-ahead", lookahead=0.0, **COMMON),
     Method(name="S=2", update_interval=2, **COMMON),
+    Method(name="S=1, lag 1", update_interval=1, **COMMON),
+    Method(name="S grows", ramp=((2, 12),), **COMMON),
+    Method(name="S grows twice, S=8", update_interval=8, ramp=((1, 7), (3, 15)), **COMMON),
     Method(name="S=8, one call of warm-up", update_interval=8, **COMMON | dict(full_warm_up_rounds=1)),
     Method(name="no warm-up", **COMMON | dict(full_warm_up_rounds=0)),
     Method(name="rounds, lag 0", update_interval=3, stagger=False, lag=0, **COMMON),
@@ -110,6 +113,7 @@ def test_weights_follow_the_executable_rule_call_by_call(dtype):
         exact = sim.exact()
         for run, (method, oracle) in enumerate(zip(METHODS, oracles, strict=True)):
             hyper = dict(lr=float(lrs[run][call]), betas=HYPER.betas, eps=HYPER.eps, weight_decay=HYPER.weight_decay)
+            oracle.interval = method.interval_at(call + 1)  # what set_update_interval does
             oracle.step([g.double() for g in grads[run]], [hyper] * len(grads[run]))
             for kind, flat, expected in (("published", sim.weight, oracle.weights()), ("exact", exact, oracle.exact())):
                 for (group, i), ours, theirs in zip(members(layout), split(layout, flat[run]), expected, strict=True):
@@ -122,6 +126,31 @@ def test_weights_follow_the_executable_rule_call_by_call(dtype):
                 assert group.shape.resident or torch.equal(mask, parameter.selected), (method.name, call, group.shape.name)
         selections += sum(call in schedule.selecting for schedule in sim.schedules)
     assert selections > 3 * len(METHODS)
+
+
+def test_look_ahead_of_the_warm_up_may_differ():
+    method = Method(name="", lookahead=3.0, warm_up_lookahead=0.5, full_warm_up_rounds=4)
+    assert [window.lookahead for window in windows_of(method, 2, 12)] == [0.5] * 3 + [3.0] * 3
+
+
+def test_deferred_channels_may_have_a_beta1_of_their_own():
+    """With nothing selected, masters of channels are AdamW's with another beta1 from the end of the warm-up on."""
+    layout, method = tiny_layout(), Method(name="", topk_ratio=0.0, full_warm_up_rounds=3, deferred_beta1=0.7)
+    start, lr = random_flat(layout), learning_rates(0.01, 14, warm_up=5)
+    sim = Simulator(layout, start, [method], [lr], dtype=torch.float64, hyper=HYPER)
+    weight, exp_avg, exp_avg_sq = start.clone(), torch.zeros_like(start), torch.zeros_like(start)
+    ours = ~sim.selected[0][layout.elements[0]]  # not those of resident parameters
+    beta1, beta2 = HYPER.betas
+    for call in range(1, 15):
+        random_grads(layout, sim)
+        grad = sim.grad[0] * min(1.0, HYPER.max_grad_norm / (sim.grad[0].norm().item() + 1e-6))
+        sim.step()
+        own = 0.7 if call > 3 else beta1
+        exp_avg = own * exp_avg + (1 - own) * grad
+        exp_avg_sq = beta2 * exp_avg_sq + (1 - beta2) * grad**2
+        step = exp_avg / (1 - beta1**call) / ((exp_avg_sq / (1 - beta2**call)).sqrt() + HYPER.eps)
+        weight = weight * (1 - lr[call] * HYPER.weight_decay) - lr[call] * step
+        torch.testing.assert_close(sim.exact()[0][ours], weight[ours], rtol=0, atol=1e-12)
 
 
 def test_synchronous_is_torch_adamw():
@@ -214,10 +243,8 @@ def trained(names, monkeypatch, steps=12, **overrides):
     methods = {name: replace(METHODS_STUDIED[name], full_warm_up_rounds=3, select_interval=4, **overrides) for name in names}
     monkeypatch.setattr(study, "METHODS", METHODS_STUDIED | methods)
     layout, _, flat = tiny_start()
-    runs = [Run("tiny", name, 1e-2, seed) for seed, name in enumerate(names)]
-    return study.train(
-        runs, tiny_task(), TINY, layout, flat, steps=steps, batch=4, backend="torch", dtype=torch.float32, chunk=5
-    )
+    runs = [Run("tiny", name, 1e-2, seed, steps) for seed, name in enumerate(names)]
+    return study.train(runs, tiny_task(), TINY, layout, flat, batch=4, backend="torch", dtype=torch.float32, chunk=5)
 
 
 def test_runs_side_by_side_do_not_touch_each_other(monkeypatch):
@@ -312,6 +339,19 @@ def test_plan_goes_beyond_the_grid_it_started_with():
     assert rates == {*START, 2e-3, 4e-3}
 
 
+def test_groups_with_a_list_of_runs_go_in_order_of_importance():
+    todo = missing({}, ["a", "b"], METHODS_STUDIED, groups=("refine", "long"))
+    stages = list(dict.fromkeys((run.steps, run.seed, run.task) for run in todo))
+    assert stages == [(300, 0, "a"), (300, 0, "b"), (1200, 0, "a"), (1200, 0, "b"), (300, 1, "a"), (300, 1, "b")]
+    assert len(todo) == len(set(todo)) == 2 * (2 * 3 * len(GROUPS["refine"]) + 4 * len(GROUPS["long"]))
+    done = dict.fromkeys(batch_of(todo, 1000), 1.0)
+    assert {(run.task, run.steps) for run in done} == {("a", 300)}
+    assert missing(done, ["a", "b"], METHODS_STUDIED, groups=("refine",)) == [
+        run for run in todo if run.steps == 300 and run.task == "b"
+    ]
+    assert {run.steps for run in missing({}, ["a"], ["replay S=4"], 24, ("default", "long"))} == {24, 96}
+
+
 def test_report_compares_seed_by_seed(tmp_path):
     file = tmp_path / "results.jsonl"
     common = dict(kind="run", task="sum", steps=3, batch=4, untrained=2.0, device="none", torch="0", date="today", rho=0.1)
@@ -326,8 +366,12 @@ def test_report_compares_seed_by_seed(tmp_path):
     records.append(
         common | dict(kind="probe", table=dict(q=dict(share=0.5, columns=axis, rows=axis), together=dict(rho=0.125)))
     )
+    longer = dict(method="synchronous AdamW", lr=5e-5, seed=0, held_out=[0.5], exact_match=[0.9], train_last_50=0.5)
+    records.append(common | longer | dict(steps=12))
     file.write_text("".join(json.dumps(record) + "\n" for record in records))
     text = report([file])
+    assert [line for line in text.splitlines() if line.startswith("## ")] == ["## sum, 3 steps", "## sum, 12 steps"]
+    assert "| synchronous AdamW | 5e-05 (edge) | 1 | 0.5000 | +0.0000 |" in text
     row = next(line for line in text.splitlines() if line.startswith("| replay S=4 |"))
     assert "| 0.0001 | 3 | 1.1100 ± 0.1000 | +0.0100 ± 0.0000 | 0.500 | 1.4100 ± 0.1000 | +0.0100 ± 0.0000 |" in row
     assert "inf (diverged)" in text
@@ -354,4 +398,9 @@ def test_study_runs_to_its_end_and_goes_on_where_it_stopped(tmp_path, monkeypatc
     assert {run["seed"] for run in runs if run["kind"] == "run"} == {0, 1, 2}
     study.main(common)
     assert len(out.read_text().splitlines()) == len(runs)
+    capsys.readouterr()
+    study.main([*common, "--group", "long"])
+    assert "8 runs known to be left, about 4 s" in capsys.readouterr().out
+    longer = [json.loads(line) for line in out.read_text().splitlines()][len(runs) :]
+    assert [(run["kind"], run["steps"]) for run in longer].count(("run", 96)) == 8
     assert "| replay S=4 |" in report([out])

@@ -67,5 +67,7 @@ def _sentence(error: UsageError | OSError) -> str:
 
 
 def _report(message: str) -> int:
-    Console(stderr=True, highlight=False, soft_wrap=True).print(f"[bold red]error:[/] {escape(message)}")
+    if message:  # there is none where help was shown instead
+        console = Console(stderr=True, highlight=False, soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(message)}")
     return EXIT_USAGE

@@ -90,6 +90,6 @@ def _metavar(field: FieldInfo) -> str | None:
 def _default(field: FieldInfo) -> str:
     if shown := _extra(field)["shown"]:
         return str(shown)
-    if field.is_required() or field.default in (None, False):
+    if field.is_required() or field.default is None or field.default is False or field.default == {}:
         return ""
     return ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)

@@ -46,6 +46,10 @@ class Staged:
         norm = self.squares.sum().sqrt()
         return norm if self.factor is None else norm * self.factor.abs()
 
+    def scaled_squares(self) -> Tensor:
+        """Squared channel norms of the gradient as it stands in `.grad` now: `[channels]`."""
+        return self.squares if self.factor is None else self.squares * self.factor.square()
+
     def scale(self, factor: Tensor | float) -> None:
         self._owner.check_scalable(self)
         factor = torch.as_tensor(factor, dtype=torch.float32, device=self.weight.param.device)
@@ -81,6 +85,9 @@ class StagedGradient(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"StagedGradient({self.staged.weight.name or tuple(self.shape)}, call {self.staged.call})"
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(_way_out(self.staged, "saving or copying"))
+
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -98,7 +105,8 @@ def _way_out(staged: Staged, what: str) -> str:
     name = staged.weight.name or f"a parameter of shape {tuple(staged.weight.param.shape)}"
     return (
         f"{what} is not possible on the gradient of {name}: it is staged, with its deferred part in host memory. Norms, "
-        "clipping and scaling by a number work as usual; for the plain tensor call optimizer.full_gradient(param)"
+        "clipping and scaling by a number work as usual; for the plain tensor call optimizer.full_gradient(param). "
+        "DistributedDataParallel, which computes with gradients of its own, cannot be used"
     )
 
 
@@ -118,16 +126,16 @@ def _vector_norm(
     return norm if dtype is None else norm.to(dtype)
 
 
-def _foreach(one: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+def _foreach(one: Callable[..., Any], plain: Callable[..., Any], in_place: bool = True) -> Callable[..., Any]:
     """Answer a list operation handle by handle, and the plain tensors in the list as usual."""
 
-    def answer(tensors: list[Tensor], second: Any = None, *rest: Any, **kwargs: Any) -> list[Any]:
+    def answer(tensors: list[Tensor], second: Any = None, *rest: Any, **kwargs: Any) -> list[Any] | None:
         results = []
         for place, tensor in enumerate(tensors):
             value = second[place] if isinstance(second, (list, tuple)) else second
             args = (tensor,) if second is None else (tensor, value)
             results.append((one if isinstance(tensor, StagedGradient) else plain)(*args, *rest, **kwargs))
-        return results
+        return None if in_place else results
 
     return answer
 
@@ -156,7 +164,7 @@ def _zero_(self: StagedGradient) -> StagedGradient:
 
 ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.linalg_vector_norm.default: _vector_norm,
-    aten._foreach_norm.Scalar: _foreach(_vector_norm, torch.linalg.vector_norm),
+    aten._foreach_norm.Scalar: _foreach(_vector_norm, torch.linalg.vector_norm, in_place=False),
     aten.mul_.Tensor: _mul_,
     aten.mul_.Scalar: _mul_,
     aten.div_.Tensor: _div_,

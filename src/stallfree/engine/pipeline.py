@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +152,8 @@ class Engine:
             raise RuntimeError(
                 f"the gradient of {staged.weight.name} was applied by step() already; call zero_grad() after step()"
             )
-        self.check_scalable(staged)
+        if state.early is not None:
+            self._refuse_change(staged)
         if staged.zero:
             total = grad.clone()
         else:
@@ -166,11 +168,14 @@ class Engine:
         state.staged = staged
 
     def check_scalable(self, staged: Staged) -> None:
-        if self.weights[staged.weight.param].early is not None:
-            raise RuntimeError(
-                f"the gradient of {staged.weight.name} cannot change any more: update_in_backward (preset stronghold) began "
-                "its update during backward. Clipping, scaling and a varying number of backward passes need preset zero-offload"
-            )
+        if self.config.update_in_backward:
+            self._refuse_change(staged)
+
+    def _refuse_change(self, staged: Staged) -> NoReturn:
+        raise RuntimeError(
+            f"the gradient of {staged.weight.name} cannot be changed: update_in_backward (preset stronghold) starts "
+            "its update during backward. Clipping, scaling and a varying number of backward passes need preset zero-offload"
+        )
 
     def full_gradient(self, staged: Staged) -> Tensor:
         """The plain gradient of a handle: a device tensor of the parameter's shape. Waits for its copy."""
@@ -211,7 +216,7 @@ class Engine:
             self.residents[param].step(self.kernel, grad, hypers[param], clip, skip)
         for param, gradient in staged.items():
             half = self.weights[param].selected
-            half.score_gradient(gradient.squares, skip)
+            half.score_gradient(gradient.scaled_squares(), skip)
             half.step(gradient.selected, hypers[param], clip if gradient.factor is None else clip * gradient.factor, skip)
         for block in self.blocks:
             self._collect(block, record, hypers)

@@ -21,7 +21,16 @@ from stallfree.kernels.device import Hyper
 
 VERSION = 1
 # Settings that a run cannot change between saving and loading.
-FIXED = ("topk_ratio", "rule", "lag", "max_update_interval", "moments_dtype", "update_in_backward")
+FIXED = (
+    "topk_ratio",
+    "rule",
+    "lag",
+    "stagger",
+    "block_numel",
+    "max_update_interval",
+    "moments_dtype",
+    "update_in_backward",
+)
 
 
 def populate(engine: Engine, into: MutableMapping[Any, Any]) -> None:
@@ -49,7 +58,8 @@ def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
         "warm_up": engine.clock.warm_up,
         "last_lr": engine.clock.last_lr,
     }
-    header = {"version": VERSION, "config": {name: getattr(engine.config, name) for name in FIXED}, "clock": clock}
+    config = {name: getattr(engine.config, name) for name in (*FIXED, "update_interval")}
+    header = {"version": VERSION, "config": config, "clock": clock}
     if engine.clock.call == 0:  # nothing has happened: weights and settings say it all
         for param in (*engine.weights, *engine.residents):
             into[param] = dict(header)
@@ -132,8 +142,11 @@ def load(engine: Engine, groups: list[dict[str, Any]], state_dict: dict[str, Any
                 job.result()
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
-    clock = next(iter(params.values()))["clock"]
-    engine.clock.call, engine.clock.interval = clock["call"], clock["interval"]
+    first = next(iter(params.values()))
+    clock = first["clock"]
+    engine.clock.call = clock["call"]
+    if first["config"]["update_interval"] == engine.config.update_interval:  # otherwise the new setting holds
+        engine.clock.interval = clock["interval"]
     engine.clock.warm_up, engine.clock.last_lr = clock["warm_up"], clock["last_lr"]
     for param, resident in engine.residents.items():
         if param in params:

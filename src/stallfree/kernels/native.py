@@ -17,10 +17,10 @@ from stallfree.kernels.replay import ReplayJob, check_job
 ABI_VERSION = 1
 LIBRARY = Path(__file__).with_name("_replay.so")
 
-_ISAS = ("portable", "avx2", "avx512")
+_ISAS = ("portable", "avx2", "avx512", "avx512-rsqrt")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _RULES = {"replay": 0, "mean": 1}
-_BAD_ROWS, _STEPS_OVERFLOW, _OUT_OF_MEMORY = 1, 2, 7
+_BAD_ROWS, _STEPS_OVERFLOW, _FORKED, _ISA_UNSUPPORTED, _CANNOT_PIN, _OUT_OF_MEMORY = 1, 2, 3, 4, 6, 7
 
 
 class _Slot(ctypes.Structure):
@@ -59,16 +59,19 @@ class _Job(ctypes.Structure):
 
 
 class NativeReplay:
-    """A `HostKernel` on its own threads: AVX-512, AVX2 or portable code, whichever is the best this processor runs.
+    """A `HostKernel` on its own threads: AVX-512, AVX2 or portable code, whichever is the fastest on this processor.
 
     Args:
         threads: how many threads run each job.
         cores: one core number per thread: all threads are then the kernel's own, bound to these cores, and the caller of
             `replay` sleeps. None: unbound, and the caller is one of the threads (so one thread needs no pool).
-        isa: "avx512", "avx2" or "portable"; None takes the environment's STALLFREE_ISA, or else the best.
+        isa: "avx512", "avx512-rsqrt", "avx2" or "portable"; None takes the environment's STALLFREE_ISA, or else the fastest.
 
-    A job's result does not depend on `threads`, `cores` or the position of its rows in memory. It does depend, in the last
-    bits, on `isa` and, with "avx512", on the processor's maker (the reciprocal square root estimate).
+    A job's result does not depend on `threads`, `cores` or the position of its rows in memory. "avx512" and "avx2" give the
+    same bits on every processor; "portable" has no fused multiplication and addition; "avx512-rsqrt", the fastest where square
+    roots are slow (all but Zen 5), depends on the processor's maker. All are within the same rounding error of exact
+    arithmetic: with u = 2^-24, K slots and D_k the direction of step k with |gradients| in place of gradients,
+    |master - exact| <= u * sum over k of (3 |master_k| + (6 k + 10) lr_k D_k), to first order.
 
     Raises:
         ValueError: settings that contradict each other or that this machine cannot meet.
@@ -90,7 +93,8 @@ class NativeReplay:
         core_numbers = None if cores is None else (ctypes.c_int32 * threads)(*cores)
         status = library.stallfree_pool_create(threads, core_numbers, _ISAS.index(isa), ctypes.byref(pool))
         if status:
-            raise RuntimeError(f"{self.name} with {threads} threads, cores {cores}: {_message(status)}")
+            error = ValueError if status in (_ISA_UNSUPPORTED, _CANNOT_PIN) else RuntimeError
+            raise error(f"{self.name} with {threads} threads on cores {cores}: {_message(status)}")
         self._pool = pool.value
         self._owner = os.getpid()
         self._lock = threading.Lock()  # close() must not end threads that are at work
@@ -106,11 +110,9 @@ class NativeReplay:
         """
         check_job(job)
         if os.getpid() != self._owner:  # before the lock: another thread of the parent may have held it in the fork
-            raise RuntimeError(
-                "this kernel was created before a fork and its threads do not exist here: create one in this process"
-            )
+            raise RuntimeError(_message(_FORKED))
         slots = (_Slot * len(job.slots))(
-            *((s.grad.data_ptr(), s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.factor) for s in job.slots)
+            *(_Slot(s.grad.data_ptr(), s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.factor) for s in job.slots)
         )
         native = _Job(
             master=job.master.data_ptr(),
@@ -164,7 +166,8 @@ def load_library() -> ctypes.CDLL:
     found = library.stallfree_abi_version()
     if found != ABI_VERSION:
         raise RuntimeError(
-            f"stallfree's replay kernel {LIBRARY} has interface {found}, this Python code {ABI_VERSION}: run `pip install -e .` again."
+            f"stallfree's replay kernel {LIBRARY} has interface {found}, this Python code expects {ABI_VERSION}: "
+            "run `pip install -e .` again."
         )
     library.stallfree_best_isa.restype = ctypes.c_int32
     library.stallfree_message.restype = ctypes.c_char_p
@@ -184,7 +187,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def best_isa() -> str:
-    """The instruction path that a kernel takes on this processor: "avx512", "avx2" or "portable"."""
+    """The instruction path that a kernel takes on this processor unless told otherwise, one of `NativeReplay`'s `isa`."""
     return _ISAS[load_library().stallfree_best_isa()]
 
 

@@ -70,7 +70,7 @@ class TorchReplay:
     def replay(self, job: ReplayJob) -> None:
         check_job(job)
         rows = job.rows
-        if rows.numel() and not (0 <= int(rows[0]) and int(rows[-1]) < len(job.master) and bool((rows.diff() > 0).all())):
+        if rows.numel() and not (int(rows[0]) >= 0 and int(rows[-1]) < len(job.master) and bool((rows.diff() > 0).all())):
             raise ValueError("rows must be strictly ascending and lie in [0, channels)")
         master, exp_avg, exp_avg_sq = job.master[rows], job.exp_avg[rows].float(), job.exp_avg_sq[rows].float()
         steps = job.steps[rows]

@@ -14,9 +14,17 @@ CHECKPOINT_FILE = "checkpoint.pt"
 
 
 def save_checkpoint(directory: Path, state: dict[str, Any]) -> None:
-    """Write `state`; a crash on the way leaves the previous checkpoint in place."""
+    """Write `state`; whatever goes wrong on the way, the previous checkpoint stays.
+
+    Raises:
+        UsageError: if it cannot be written.
+    """
     partial = directory / f"{CHECKPOINT_FILE}.partial"
-    torch.save(state, partial)
+    try:
+        torch.save(state, partial)
+    except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
+        partial.unlink(missing_ok=True)
+        raise UsageError(f"{partial} could not be written ({error}): make room in {directory}") from error
     partial.replace(directory / CHECKPOINT_FILE)
 
 

@@ -11,7 +11,7 @@ import torch
 
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune.encode import Encoder, Example
-from stallfree.cli.finetune.records import Chat, read_records
+from stallfree.cli.finetune.records import Chat, Record, read_records
 from stallfree.cli.finetune.settings import FinetuneSettings
 from stallfree.cli.finetune.tasks import PREFIX, Task
 
@@ -37,24 +37,31 @@ class Data:
         return digest.hexdigest()
 
 
-def load_data(settings: FinetuneSettings, tokenizer: Any) -> Data:
-    """Read, encode and split the data.
+def read_source(settings: FinetuneSettings) -> Task | list[Record]:
+    """What can be read before the model is there.
 
     Raises:
-        UsageError: if there is no such data, something is wrong with it, or too little of it.
+        UsageError: if there is no such data, or something is wrong with it.
+    """
+    if settings.data.startswith(PREFIX):
+        return Task(settings.data.removeprefix(PREFIX), settings.examples, settings.seed)
+    return read_records(Path(settings.data))
+
+
+def encode_source(settings: FinetuneSettings, source: Task | list[Record], tokenizer: Any) -> Data:
+    """Encode and split.
+
+    Raises:
+        UsageError: if it does not fit the model, or is too little.
     """
     encoder = Encoder(tokenizer, settings.seq_length)
-    if settings.data.startswith(PREFIX):
-        data = _task_data(settings, encoder)
-    else:
-        data = _file_data(settings, encoder)
+    data = _task_data(settings, source, encoder) if isinstance(source, Task) else _file_data(settings, source, encoder)
     data.notes.extend(_notes(encoder))
     return data
 
 
-def _task_data(settings: FinetuneSettings, encoder: Encoder) -> Data:
+def _task_data(settings: FinetuneSettings, task: Task, encoder: Encoder) -> Data:
     count = _held_out(settings, settings.examples, f"--examples {settings.examples}")
-    task = Task(settings.data.removeprefix(PREFIX), settings.examples, settings.seed)
     train, held_out = task.records(count)
     encoded = encoder.encode(held_out)
     if encoder.cut:
@@ -62,8 +69,7 @@ def _task_data(settings: FinetuneSettings, encoder: Encoder) -> Data:
     return Data(encoder.encode(train), encoded, task, True, [])
 
 
-def _file_data(settings: FinetuneSettings, encoder: Encoder) -> Data:
-    records = read_records(Path(settings.data))
+def _file_data(settings: FinetuneSettings, records: list[Record], encoder: Encoder) -> Data:
     examples = encoder.encode(records)
     count = _held_out(settings, len(examples), settings.data)
     order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(settings.seed)).tolist()

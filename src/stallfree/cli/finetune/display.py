@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from stallfree.cli.finetune.evaluation import Evaluation
@@ -17,10 +16,11 @@ class Display:
     """The bar with loss, tokens/s, rho and stall; notes and evaluations scroll above it."""
 
     def __init__(self, steps: int, console: Console) -> None:
+        """`console`: without markup, and with soft_wrap, so that commands can be copied."""
         self.console = console
         self._steps = steps
         self._bar = Progress(
-            TextColumn("training"),
+            TextColumn("{task.description}"),
             BarColumn(),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
@@ -28,7 +28,7 @@ class Display:
             console=console,
             disable=not console.is_terminal,
         )
-        self._task = self._bar.add_task("", total=steps, numbers="")
+        self._task = self._bar.add_task("training", total=steps, numbers="")
         self._latest: dict[str, Any] = {}  # rho and stall are not read at every step
 
     def __enter__(self) -> Display:
@@ -39,20 +39,23 @@ class Display:
         self._bar.stop()
 
     def note(self, text: str) -> None:
-        self.console.print(escape(text), soft_wrap=True)  # commands are there to be copied
+        self.console.print(text)
 
     def step(self, record: dict[str, Any]) -> None:
         self._latest |= record
         step, numbers = record["step"], _numbers(self._latest)
-        self._bar.update(self._task, completed=step, numbers=numbers)
+        self._bar.update(self._task, completed=step, numbers=numbers, description="training")
         if not self.console.is_terminal and (step % max(1, self._steps // LINES_PER_RUN) == 0 or step == self._steps):
             self.note(f"step {step}/{self._steps}  {numbers}")
 
+    def evaluating(self) -> None:
+        self._bar.update(self._task, description="evaluating")
+
     def evaluation(self, evaluation: Evaluation) -> None:
-        text = f"[bold]step {evaluation.step}: held-out loss {evaluation.loss:.4f}[/]"
+        text = f"step {evaluation.step}: held-out loss {evaluation.loss:.4f}"
         if evaluation.score is not None:
             text += f", score {evaluation.score:.3f} on {evaluation.scored} problems"
-        self.console.print(text, soft_wrap=True)
+        self.console.print(text, style="bold")
 
 
 def _numbers(record: dict[str, Any]) -> str:

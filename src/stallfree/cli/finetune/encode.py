@@ -27,11 +27,12 @@ class Example:
 
     ids: Tensor  # int64 [length]
     learned: Tensor  # bool [length]: tokens whose prediction is trained; never the first
+    question: str | None = None  # what is asked, without the template around it; None: plain text
 
     @property
     def prompt(self) -> Tensor:
         """The tokens before the first learned one; of plain text, the first quarter."""
-        if bool(self.learned[1:].all()):
+        if self.question is None:
             return self.ids[: max(1, len(self.ids) // 4)]
         return self.ids[: int(self.learned.nonzero()[0])]
 
@@ -60,7 +61,7 @@ class Encoder:
         examples = list(self._split([record for record in records if isinstance(record, Text)]))
         for record in records:
             if not isinstance(record, Text):
-                examples += self._fit(self._pieces(record))
+                examples += self._fit(*self._pieces(record))
         if not examples and self.dropped:
             raise UsageError(
                 f"no answer fits into --seq-length {self.seq_length}: the longest prompt has {self.longest_prompt} tokens; "
@@ -81,7 +82,7 @@ class Encoder:
             learned[0] = False
             yield Example(part, learned)
 
-    def _fit(self, pieces: list[tuple[list[int], bool]]) -> Iterator[Example]:
+    def _fit(self, pieces: list[tuple[list[int], bool]], question: str) -> Iterator[Example]:
         ids = torch.tensor([token for tokens, _ in pieces for token in tokens], dtype=torch.int64)
         learned = torch.tensor([answer for tokens, answer in pieces for _ in tokens], dtype=torch.bool)
         learned[:1] = False
@@ -89,29 +90,34 @@ class Encoder:
         self.cut += len(ids) > self.seq_length
         ids, learned = ids[: self.seq_length], learned[: self.seq_length]
         if learned.any():
-            yield Example(ids, learned)
+            yield Example(ids, learned, question)
         else:
             self.dropped += 1
 
-    def _pieces(self, record: Pair | Chat) -> list[tuple[list[int], bool]]:
-        """(tokens, whether they are learned), in order. Prompt and answer are tokenized apart, as they are in generation."""
+    def _pieces(self, record: Pair | Chat) -> tuple[list[tuple[list[int], bool]], str]:
+        """[(tokens, whether they are learned)] in order, and what the first of them that is learned answers.
+
+        Prompt and answer are tokenized apart, as they are in generation.
+        """
         if isinstance(record, Pair):
             answer = [*self._tokens(record.completion), self.tokenizer.eos_token_id]
-            return [(self._tokens(record.prompt, special=True), False), (answer, True)]
-        return [(self._tokens(text), learned) for text, learned in self._turns(record)]
+            return [(self._tokens(record.prompt, special=True), False), (answer, True)], record.prompt
+        turns, question = self._turns(record)
+        return [(self._tokens(text), learned) for text, learned in turns], question
 
-    def _turns(self, chat: Chat) -> list[tuple[str, bool]]:
+    def _turns(self, chat: Chat) -> tuple[list[tuple[str, bool]], str]:
         messages = chat.messages
         answers = [index for index, message in enumerate(messages) if index and message["role"] == "assistant"]
         pieces = self._cut_at(chat, answers)
         if pieces is None:  # the template writes earlier turns differently once there are later ones
             self.rewritten += 1
-            pieces = self._cut_at(chat, answers[-1:])
+            answers = answers[-1:]
+            pieces = self._cut_at(chat, answers)
         if pieces is None:
             raise UsageError(
                 f"{chat.where}: the model's chat template does not put its answer behind the prompt that it writes"
             )
-        return pieces
+        return pieces, messages[answers[0] - 1]["content"]
 
     def _cut_at(self, chat: Chat, answers: list[int]) -> list[tuple[str, bool]] | None:
         """The conversation up to the last of `answers`, cut around each; None where the template rewrites earlier turns."""

@@ -29,14 +29,11 @@ class Evaluation:
     step: int
     loss: float  # mean over the held-out learned tokens
     score: float | None = None  # mean of the task's own score over `scored` problems
-    scored: int = 0
+    scored: int | None = None
     sample: str | None = None  # answer to the sample prompt
 
     def record(self) -> dict[str, Any]:
-        return {
-            "kind": "eval",
-            **{name: value for name, value in asdict(self).items() if value not in (None, 0) or name in ("step", "loss")},
-        }
+        return {"kind": "eval"} | {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def token_losses(model: Any, batch: Batch) -> Tensor:
@@ -75,7 +72,9 @@ class Evaluator:
             self._model.train()
 
     def prompt_text(self) -> str:
-        return str(self._tokenizer.decode(self.sample_prompt, skip_special_tokens=True))
+        """The sample prompt in words."""
+        given = self._settings.sample_prompt or self._data.held_out[0].question
+        return given or str(self._tokenizer.decode(self.sample_prompt, skip_special_tokens=True))
 
     def expected_text(self) -> str | None:
         """What the data itself answers to the sample prompt."""
@@ -93,11 +92,11 @@ class Evaluator:
             count += batch.learned
         return total / count
 
-    def _score(self, scored_before: int | None) -> tuple[float | None, int]:
+    def _score(self, scored_before: int | None) -> tuple[float | None, int | None]:
         task = self._data.task
         size = min(self._settings.score_size, len(self._data.held_out)) if scored_before is None else scored_before
         if task is None or not size:
-            return None, 0
+            return None, None
         answer_tokens = max(int(example.learned.sum()) for example in self._data.held_out[:size]) + ANSWER_SLACK
         scores: list[float] = []
         begun = time.monotonic()

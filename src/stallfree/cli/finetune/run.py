@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from rich.console import Console
 
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune.checkpoint import CHECKPOINT_FILE, load_checkpoint, resume_command, save_checkpoint
-from stallfree.cli.finetune.data import Data, load_data
+from stallfree.cli.finetune.data import Data, encode_source, read_source
 from stallfree.cli.finetune.display import Display
 from stallfree.cli.finetune.evaluation import Evaluation, Evaluator
 from stallfree.cli.finetune.interrupt import Interrupted, StopRequest
 from stallfree.cli.finetune.metrics import METRICS_FILE, MetricsLog
-from stallfree.cli.finetune.models import load_model, save_model
+from stallfree.cli.finetune.models import checkpoint_activations, load_model, save_model
 from stallfree.cli.finetune.optimizer import optimizer_config, warmup_steps
 from stallfree.cli.finetune.report import CURVE_FILE, REPORT_FILE, write_report
 from stallfree.cli.finetune.settings import SETTINGS_FILE, FinetuneSettings, save_settings
@@ -35,17 +36,19 @@ def finetune(settings: FinetuneSettings, *, resume: bool = False, overwrite: boo
     _check_output(settings.output, resume=resume, overwrite=overwrite)
     _check_one_process()
     config = optimizer_config(settings)
-    device = _device(settings)
-    console = Console(highlight=False)
-    console.print(f"loading {settings.model}")
-    model, tokenizer = load_model(settings.model, _dtype(settings, device), settings.seed)
+    settings = _choose_device(settings)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"reading {settings.data}")
-    data = load_data(settings, tokenizer)
+    source = read_source(settings)
+    console.print(f"loading {settings.model}")
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+    model, tokenizer = load_model(settings.model, dtype, settings.seed)
+    data = encode_source(settings, source, tokenizer)
     steps = _steps(settings, len(data.train))
     warmup_steps(settings, steps)
-    model.to(device)
+    model.to(settings.device)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        checkpoint_activations(model)
     training = Training(model, data, settings, config, steps, tokenizer.pad_token_id)
     saved = load_checkpoint(settings.output, data.fingerprint) if resume else None
     with Display(steps, console) as display, StopRequest(display.note) as stop:
@@ -112,6 +115,7 @@ class Run:
 
     def _evaluate(self) -> None:
         self._log_pending()
+        self.display.evaluating()
         step = self.training.step
         scored = self.evaluations[0].scored if step else None
         with self.training.optimizer.exact_weights():
@@ -129,8 +133,10 @@ class Run:
         self.display.step(record)
         self.not_finite = 0 if math.isfinite(record["loss"]) else self.not_finite + 1
         if self.not_finite == NOT_FINITE_LIMIT:
+            last = record["step"]
             raise UsageError(
-                f"the loss was not finite in {NOT_FINITE_LIMIT} steps up to {record['step']}: lower --lr or raise --warmup"
+                f"the loss was not finite in {NOT_FINITE_LIMIT} steps up to {last}: "
+                f"lower --lr or raise --warmup, and add --overwrite"
             )
 
     def _save(self) -> None:
@@ -138,9 +144,7 @@ class Run:
         self._log_pending()
         with self.training.optimizer.exact_weights():
             save_model(self.training.model, self.tokenizer, self.output)
-        evaluations = [
-            {name: getattr(found, name) for name in Evaluation.__dataclass_fields__} for found in self.evaluations.values()
-        ]
+        evaluations = [asdict(found) for found in self.evaluations.values()]
         state = self.training.state_dict() | {"evaluations": evaluations, "fingerprint": self.data.fingerprint}
         save_checkpoint(self.output, state)
 
@@ -161,6 +165,8 @@ class Run:
         if before.score is not None and after.score is not None:
             line += f", score {before.score:.3f} -> {after.score:.3f}"
         self.display.note(f"{line}\nmodel in {self.output}, report in {report}")
+        if after.loss >= before.loss:
+            self.display.note("note: the held-out loss did not fall; try a lower --lr, more --steps or more data")
         return 0
 
 
@@ -189,15 +195,13 @@ def _clear(output: Path) -> None:
         (output / name).unlink(missing_ok=True)
 
 
-def _device(settings: FinetuneSettings) -> torch.device:
+def _choose_device(settings: FinetuneSettings) -> FinetuneSettings:
+    """With `device` and `dtype` made definite, so that a resumed run keeps them."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU; leave --device out to train on the CPU")
-    return torch.device(settings.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-
-
-def _dtype(settings: FinetuneSettings, device: torch.device) -> torch.dtype:
-    name = settings.dtype or ("bfloat16" if device.type == "cuda" else "float32")
-    return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
+    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = settings.dtype or ("bfloat16" if device == "cuda" else "float32")
+    return settings.model_copy(update={"device": device, "dtype": dtype})
 
 
 def _steps(settings: FinetuneSettings, sequences: int) -> int:

@@ -14,6 +14,7 @@ from stallfree.cli.flags import ACTIONS, flag
 from stallfree.config import PRESETS
 
 SETTINGS_FILE = "settings.yaml"  # in the output directory: what --resume reads
+MODEL_NAMES = ("smollm2-135m", "tiny")  # that need no directory
 
 
 def _setting(default: Any, text: str, panel: str, *, metavar: str | None = None, shown: str = "", **limits: Any) -> Any:
@@ -55,7 +56,7 @@ class FinetuneSettings(BaseModel):
         None, "Type of weights and gradients.", "Training", shown="bfloat16 on a GPU, else float32"
     )
     device: Literal["cpu", "cuda"] | None = _setting(None, "Where to train.", "Training", shown="the GPU if there is one")
-    seed: int = _setting(0, "Of the data's order, of the tasks and of `tiny`.", "Training", ge=0)
+    seed: int = _setting(0, "Of the data's order, of the tasks and of `tiny`.", "Training", ge=0, lt=2**31)
 
     preset: str = _setting(
         "stallfree", f"Row of optimizer settings: {', '.join(PRESETS)}.", "Optimizer (docs: update rule)", metavar="NAME"
@@ -103,6 +104,12 @@ class FinetuneSettings(BaseModel):
         if self.max_grad_norm is None:
             return None if PRESETS.get(self.preset, {}).get("update_in_backward") else 1.0
         return self.max_grad_norm or None
+
+    @field_validator("model", "data")
+    @classmethod
+    def _make_absolute(cls, value: str) -> str:
+        """A run can be resumed from elsewhere."""
+        return str(Path(value).absolute()) if value not in MODEL_NAMES and Path(value).exists() else value
 
     @field_validator("betas", mode="before")
     @classmethod
@@ -183,8 +190,8 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
-        raise UsageError(f"{path} holds no settings: write lines like 'lr: 2e-5', named like the flags")
+    if not isinstance(values, dict) or not isinstance(values.get("set", {}), dict):
+        raise UsageError(f"{path} holds no settings: write lines like 'lr: 2e-5' or 'set: {{topk_ratio: 0.2}}'")
     values = {str(name).replace("-", "_"): value for name, value in values.items()}
     for name in values:
         if name in ACTIONS:

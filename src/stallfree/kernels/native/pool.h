@@ -45,7 +45,7 @@ class Pool {
   std::vector<std::thread> helpers_;
   std::mutex mutex_;
   std::condition_variable started_, finished_;
-  // Written under mutex_ before `round_` advances; `round_` and `running_` are atomic so that waiting may begin with a short spin.
+  // Written under mutex_ before round_ advances; round_ and running_ are atomic so that a wait may begin with a short spin.
   Task task_ = nullptr;
   void* context_ = nullptr;
   int wanted_ = 0;

@@ -1,8 +1,6 @@
 // The driver: checks a job, turns hyperparameters into fp32 constants, cuts the work and shares it among threads.
 #include "replay.h"
 
-#include <xmmintrin.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -11,11 +9,17 @@
 #include <system_error>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <xmmintrin.h>
+#endif
+
 #include "plan.h"
 #include "pool.h"
 
 struct stallfree_pool {
-  stallfree_pool(int32_t threads, const int32_t* cores, const stallfree::Table& table) : threads(threads, cores), table(table) {}
+  stallfree_pool(int32_t threads, const int32_t* cores, const stallfree::Table& table)
+      : threads(threads, cores), table(table) {}
 
   stallfree::Pool threads;
   const stallfree::Table& table;
@@ -50,7 +54,7 @@ Step adamw_step(const stallfree_slot& slot, double factor, int64_t n) {
   step.root_scale = static_cast<float>(1.0 / std::sqrt(correction2));
   step.eps = static_cast<float>(slot.eps);
   step.decay = static_cast<float>(1.0 - slot.lr * slot.weight_decay);
-  step.step = static_cast<float>(slot.lr / correction1);
+  step.rate = static_cast<float>(slot.lr / correction1);
   return step;
 }
 
@@ -68,23 +72,32 @@ class DefaultFloatingPoint {
 
 class Window {
  public:
-  Window(const stallfree_job& job, RunSegment run_segment, int participants)
-      : job_(job), run_segment_(run_segment), step_count_(job.rule == STALLFREE_MEAN ? std::min(job.slot_count, 1) : job.slot_count) {
+  Window(const stallfree_job& job, RunSegment run_segment, int threads)
+      : job_(job),
+        run_segment_(run_segment),
+        step_count_(job.rule == STALLFREE_MEAN ? std::min(job.slot_count, 1) : job.slot_count) {
     for (int32_t k = 0; k < job.slot_count; ++k) {
       grads_.push_back(job.slots[k].grad);
       factors_.push_back(static_cast<float>(job.slots[k].factor));
     }
     // Threads write into memory that exists already: they cannot fail.
-    steps_.resize(static_cast<size_t>(participants) * step_count_);
-    plan_ = {job.master, job.exp_avg, job.exp_avg_sq, grads_.data(), factors_.data(), job.out, job.slot_count, job.out_dtype,
-             job.rule == STALLFREE_MEAN, job.commit && job.slot_count > 0};
-    const int64_t share = elements() / (8 * participants);
+    steps_.resize(static_cast<size_t>(threads) * step_count_);
+    plan_.master = job.master;
+    plan_.exp_avg = job.exp_avg;
+    plan_.exp_avg_sq = job.exp_avg_sq;
+    plan_.grads = grads_.data();
+    plan_.factors = factors_.data();
+    plan_.out = job.out;
+    plan_.slots = job.slot_count;
+    plan_.out_dtype = job.out_dtype;
+    plan_.mean = job.rule == STALLFREE_MEAN;
+    plan_.commit = job.commit && job.slot_count > 0;
+    const int64_t share = elements() / (8 * threads);
     chunk_ = std::clamp((share + kChunkAlign - 1) / kChunkAlign * kChunkAlign, kMinChunk, kMaxChunk);
+    participants_ = static_cast<int>(std::clamp<int64_t>((elements() + chunk_ - 1) / chunk_, 1, threads));
   }
 
-  int64_t elements() const { return job_.row_count * job_.length; }
-
-  int participants(int threads) const { return static_cast<int>(std::clamp<int64_t>((elements() + chunk_ - 1) / chunk_, 1, threads)); }
+  int participants() const { return participants_; }
 
   void work(int worker) {
     const DefaultFloatingPoint scope;
@@ -98,11 +111,13 @@ class Window {
 
   // The step counts advance last: threads that share a channel all read the old one.
   void advance_steps() const {
-    if (!plan_.commit || !job_.length) return;
+    if (!plan_.commit) return;
     for (int64_t i = 0; i < job_.row_count; ++i) job_.steps[job_.rows[i]] += step_count_;
   }
 
  private:
+  int64_t elements() const { return job_.row_count * job_.length; }
+
   // Elements [begin, end) of the window's rows, laid end to end.
   void run(int64_t begin, int64_t end, Step* steps) const {
     Segment segment = {};
@@ -112,12 +127,16 @@ class Window {
     while (begin < end) {
       const int64_t first = begin / job_.length;
       const int64_t taken = job_.steps[job_.rows[first]];
-      int64_t last = first;  // neighbouring channels with the same step count are one run of memory
-      while ((last + 1) * job_.length < end && job_.rows[last + 1] == job_.rows[last] + 1 && job_.steps[job_.rows[last + 1]] == taken) ++last;
+      // Neighbouring channels with the same step count are one run of memory.
+      int64_t after = first + 1;
+      while (after * job_.length < end && job_.rows[after] == job_.rows[after - 1] + 1 &&
+             job_.steps[job_.rows[after]] == taken) {
+        ++after;
+      }
       if (taken != known) set_steps(known = taken, steps, segment);
       segment.grad = begin;
       segment.state = job_.rows[first] * job_.length + begin % job_.length;
-      segment.count = std::min(end, (last + 1) * job_.length) - begin;
+      segment.count = std::min(end, after * job_.length) - begin;
       // A stream of random bits covers 2^32 elements.
       segment.count = std::min(segment.count, (segment.state | 0xffffffff) + 1 - segment.state);
       const uint64_t n = static_cast<uint64_t>(taken + step_count_);
@@ -135,9 +154,12 @@ class Window {
     if (plan_.mean) {
       steps[0] = adamw_step(last, 1.0 / job_.slot_count, taken + 1);
     } else {
-      for (int32_t k = 0; k < step_count_; ++k) steps[k] = adamw_step(job_.slots[k], job_.slots[k].factor, taken + k + 1);
+      for (int32_t k = 0; k < step_count_; ++k) {
+        steps[k] = adamw_step(job_.slots[k], job_.slots[k].factor, taken + k + 1);
+      }
     }
-    segment.ahead = static_cast<float>(job_.lookahead * last.lr / (1.0 - std::pow(last.beta1, static_cast<double>(taken + step_count_))));
+    const double correction1 = 1.0 - std::pow(last.beta1, static_cast<double>(taken + step_count_));
+    segment.ahead = static_cast<float>(job_.lookahead * last.lr / correction1);
   }
 
   const stallfree_job& job_;
@@ -145,9 +167,10 @@ class Window {
   const int32_t step_count_;
   std::vector<const void*> grads_;
   std::vector<float> factors_;
-  std::vector<Step> steps_;
+  std::vector<Step> steps_;  // [threads][step_count_]
   Plan plan_;
   int64_t chunk_;
+  int participants_;
   std::atomic<int64_t> next_{0};
 };
 
@@ -164,6 +187,7 @@ int32_t check(const stallfree_job& job) {
 const Table* table_for(int32_t isa) {
 #if defined(__x86_64__)
   if (isa == STALLFREE_AVX512) return &avx512_table;
+  if (isa == STALLFREE_AVX512_RSQRT) return &avx512_rsqrt_table;
   if (isa == STALLFREE_AVX2) return &avx2_table;
 #endif
   return &portable_table;
@@ -172,13 +196,27 @@ const Table* table_for(int32_t isa) {
 bool supported(int32_t isa) {
   if (isa == STALLFREE_PORTABLE) return true;
 #if defined(__x86_64__)
-  if (isa == STALLFREE_AVX2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-  if (isa == STALLFREE_AVX512) {
+  if (isa == STALLFREE_AVX2) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  }
+  if (isa == STALLFREE_AVX512 || isa == STALLFREE_AVX512_RSQRT) {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl");
   }
 #endif
   return false;
+}
+
+// Zen 5 needs 7 cycles for a square root and a division of 16 elements; Zen 4 and Intel's processors up to three times that.
+bool has_fast_divider() {
+#if defined(__x86_64__)
+  unsigned eax, ebx, ecx, edx;
+  if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
+  const unsigned family = ((eax >> 8) & 15) + ((eax >> 20) & 255);
+  return family >= 0x1a;
+#else
+  return false;
+#endif
 }
 
 }  // namespace
@@ -189,10 +227,10 @@ extern "C" {
 int32_t stallfree_abi_version(void) { return STALLFREE_ABI_VERSION; }
 
 int32_t stallfree_best_isa(void) {
-  for (int32_t isa : {STALLFREE_AVX512, STALLFREE_AVX2}) {
-    if (stallfree::supported(isa)) return isa;
+  if (stallfree::supported(STALLFREE_AVX512)) {
+    return stallfree::has_fast_divider() ? STALLFREE_AVX512 : STALLFREE_AVX512_RSQRT;
   }
-  return STALLFREE_PORTABLE;
+  return stallfree::supported(STALLFREE_AVX2) ? STALLFREE_AVX2 : STALLFREE_PORTABLE;
 }
 
 int32_t stallfree_pool_create(int32_t threads, const int32_t* cores, int32_t isa, stallfree_pool** pool) {
@@ -217,11 +255,13 @@ void stallfree_pool_destroy(stallfree_pool* pool) {
 int32_t stallfree_replay(stallfree_pool* pool, const stallfree_job* job) {
   if (!pool->threads.usable()) return STALLFREE_FORKED;
   if (const int32_t status = stallfree::check(*job)) return status;
+  const bool publishes = job->out != nullptr, updates = job->commit && job->slot_count > 0;
+  if (job->row_count * job->length == 0 || !(publishes || updates)) return STALLFREE_OK;
   try {
     stallfree::Window window(*job, pool->table[job->grad_dtype][job->moment_dtype], pool->threads.threads());
     const std::lock_guard<std::mutex> lock(pool->one_job);
     pool->threads.run([](void* context, int worker) { static_cast<stallfree::Window*>(context)->work(worker); }, &window,
-                      window.participants(pool->threads.threads()));
+                      window.participants());
     window.advance_steps();
   } catch (const std::bad_alloc&) {
     return STALLFREE_OUT_OF_MEMORY;
@@ -234,7 +274,7 @@ const char* stallfree_message(int32_t status) {
     case STALLFREE_OK: return "no error";
     case STALLFREE_BAD_ROWS: return "rows must be strictly ascending and lie in [0, channels)";
     case STALLFREE_STEPS_OVERFLOW: return "a channel's step count is negative or would pass 2^31 - 1";
-    case STALLFREE_FORKED: return "the kernel was created before a fork and its threads do not exist in this process: create one here";
+    case STALLFREE_FORKED: return "this kernel was created in another process, before a fork: create one in this process";
     case STALLFREE_ISA_UNSUPPORTED: return "this processor or this build does not have the instruction set asked for";
     case STALLFREE_NO_THREADS: return "the system refused to start a thread";
     case STALLFREE_CANNOT_PIN: return "the system refused to bind a thread to one of the cores asked for";

@@ -28,7 +28,8 @@ enum stallfree_dtype { STALLFREE_F32 = 0, STALLFREE_BF16 = 1, STALLFREE_F16 = 2 
 
 enum stallfree_rule { STALLFREE_REPLAY = 0, STALLFREE_MEAN = 1 };
 
-enum stallfree_isa { STALLFREE_PORTABLE = 0, STALLFREE_AVX2 = 1, STALLFREE_AVX512 = 2 };
+// AVX2 and AVX512 give the same bits. AVX512_RSQRT estimates the square root: fewer cycles where the divider is slow.
+enum stallfree_isa { STALLFREE_PORTABLE = 0, STALLFREE_AVX2 = 1, STALLFREE_AVX512 = 2, STALLFREE_AVX512_RSQRT = 3 };
 
 enum stallfree_status {
   STALLFREE_OK = 0,
@@ -65,7 +66,7 @@ typedef struct stallfree_pool stallfree_pool;
 
 STALLFREE_EXPORT int32_t stallfree_abi_version(void);
 
-// The best instruction set of this processor that this build contains.
+// The fastest path on this processor. A function of its model only: results must not depend on timing.
 STALLFREE_EXPORT int32_t stallfree_best_isa(void);
 
 // `threads` run each job. With `cores` null the calling thread is one of them; otherwise `cores` holds one core number

@@ -38,13 +38,15 @@ struct AVX2 {
   }
 
   static Float load(const float* p, All) { return _mm256_loadu_ps(p); }
-  static Float load(const BF16* p, All) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half_words(p)), 16)); }
+  static Float load(const BF16* p, All) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_half_words(p)), 16));
+  }
   static Float load(const F16* p, All) { return _mm256_cvtph_ps(load_half_words(p)); }
 
   static void store(float* p, Float x, All) { _mm256_storeu_ps(p, x); }
   static void store(BF16* p, Float x, All lanes) {
     const Int odd = bit_and(shift_right<16>(_mm256_castps_si256(x)), set1(1u));
-    store_stochastic(p, x, add(odd, set1(0x7fffu)), lanes);  // half an ulp, less one unless the result would be odd: ties go to even
+    store_stochastic(p, x, add(odd, set1(0x7fffu)), lanes);  // to the nearest, ties to even
   }
   static void store(F16* p, Float x, All) {
     store_half_words(p, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));

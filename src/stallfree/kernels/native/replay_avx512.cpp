@@ -1,15 +1,39 @@
-// The AVX-512 path: F, BW, DQ and VL.
+// The AVX-512 paths: F, BW, DQ and VL.
 #include <immintrin.h>
 
 #include "update.h"
 
 namespace {
 
-struct AVX512 {
+// m / (sqrt(v) root_scale + eps) as the instructions round it: the same bits as AVX2.
+struct IEEE {
+  static __m512 quotient(__m512 m, __m512 v, float root_scale, float eps) {
+    const __m512 root = _mm512_sqrt_ps(v);
+    return _mm512_div_ps(m, _mm512_fmadd_ps(root, _mm512_set1_ps(root_scale), _mm512_set1_ps(eps)));
+  }
+};
+
+// vsqrtps and vdivps share one unit, which most processors keep busy for 20 cycles per AdamW step. Here the root takes a 14-bit
+// estimate y of 1 / sqrt(v) and one Newton step on the multipliers instead: with s = v y and e = 1 - s y,
+// sqrt(v) = s (1 + e / 2) up to 1.5 * 2^-28, relatively. The estimate's bits differ between makers of processors.
+struct Estimate {
+  static __m512 quotient(__m512 m, __m512 v, float root_scale, float eps) {
+    // y becomes finite at v = 0, so that s = 0, and 1 at infinity, so that the quotient is 0 as in torch. NaN goes through.
+    const __m512i classes = _mm512_set1_epi32(0x00A00E00);  // zero -> the largest float, +infinity -> 1, others unchanged
+    const __m512 y = _mm512_fixupimm_ps(_mm512_rsqrt14_ps(v), v, classes, 0);
+    const __m512 s = _mm512_mul_ps(v, y);
+    const __m512 e = _mm512_fnmadd_ps(s, y, _mm512_set1_ps(1.0f));
+    const __m512 scale = _mm512_fmadd_ps(e, _mm512_set1_ps(0.5f * root_scale), _mm512_set1_ps(root_scale));
+    return _mm512_div_ps(m, _mm512_fmadd_ps(s, scale, _mm512_set1_ps(eps)));
+  }
+};
+
+template <class Quotient>
+struct AVX512 : Quotient {
   using Float = __m512;
   using Int = __m512i;
   static constexpr int width = 16;
-  static constexpr int unroll = 4;
+  static constexpr int unroll = 2;
 
   struct All {};
   static All all_lanes() { return {}; }
@@ -31,19 +55,6 @@ struct AVX512 {
     return add(set1(first), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
   }
 
-  // m / (sqrt(v) root_scale + eps). A 14-bit estimate y of 1 / sqrt(v) and one Newton step cost fewer cycles than vsqrtps
-  // and leave the divider to vdivps: with s = v y and e = 1 - s y, sqrt(v) = s (1 + e / 2) up to 1.5 * 2^-28, relatively.
-  // The fix-up gives y a finite value at v = 0 (so that s = 0) and 1 at infinity (so that the quotient is 0 there, as
-  // in torch); NaN goes through.
-  static Float quotient(Float m, Float v, float root_scale, float eps) {
-    const Int classes = _mm512_set1_epi32(0x00A00E00);  // zero -> the largest float, +infinity -> 1, others -> unchanged
-    const Float y = _mm512_fixupimm_ps(_mm512_rsqrt14_ps(v), v, classes, 0);
-    const Float s = mul(v, y);
-    const Float e = fnma(s, y, set1(1.0f));
-    const Float scale = fma(e, set1(0.5f * root_scale), set1(root_scale));
-    return _mm512_div_ps(m, fma(s, scale, set1(eps)));
-  }
-
   static Float load(const float* p, All) { return _mm512_loadu_ps(p); }
   static Float load(const float* p, __mmask16 k) { return _mm512_maskz_loadu_ps(k, p); }
   static Float load(const BF16* p, All) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
@@ -55,13 +66,13 @@ struct AVX512 {
   static void store(float* p, Float x, __mmask16 k) { _mm512_mask_storeu_ps(p, k, x); }
   template <class Lanes> static void store(BF16* p, Float x, Lanes lanes) {
     const Int odd = bit_and(shift_right<16>(_mm512_castps_si512(x)), set1(1u));
-    store_stochastic(p, x, add(odd, set1(0x7fffu)), lanes);  // half an ulp, less one unless the result would be odd: ties go to even
+    store_stochastic(p, x, add(odd, set1(0x7fffu)), lanes);  // to the nearest, ties to even
   }
   template <class Lanes> static void store(F16* p, Float x, Lanes lanes) {
     store_half_words(p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC), lanes);
   }
 
-  // Adds `low` (below 2^16) to the bits of x and drops the low 16: rounds up with probability low16(x) / 2^16. Every NaN becomes 0x7fc0.
+  // Adds `low`, below 2^16, to the bits of x and drops the lower half. NaN becomes 0x7fc0.
   template <class Lanes> static void store_stochastic(BF16* p, Float x, Int low, Lanes lanes) {
     const Int rounded = shift_right<16>(add(_mm512_castps_si512(x), low));
     const Int bits = _mm512_mask_mov_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), set1(0x7fc0u));
@@ -77,5 +88,6 @@ struct AVX512 {
 }  // namespace
 
 namespace stallfree {
-const Table avx512_table = STALLFREE_TABLE(AVX512);
+const Table avx512_table = STALLFREE_TABLE(AVX512<IEEE>);
+const Table avx512_rsqrt_table = STALLFREE_TABLE(AVX512<Estimate>);
 }

@@ -47,7 +47,8 @@ struct Portable {
   static Float zero() { return 0.0f; }
   static Float set1(float x) { return x; }
   static Float mul(Float a, Float b) { return a * b; }
-  static Float fma(Float a, Float b, Float c) { return a * b + c; }  // two roundings: std::fma is a slow call without FMA hardware
+  // Two roundings: std::fma is a slow call where there is no FMA instruction.
+  static Float fma(Float a, Float b, Float c) { return a * b + c; }
   static Float fnma(Float a, Float b, Float c) { return c - a * b; }
 
   static Int set1(uint32_t x) { return x; }

@@ -1,0 +1,347 @@
+"""The device half's arithmetic, a block at a time: the interface of multi-tensor kernels, and its definition in torch ops.
+
+A block's weights are segments of flat buffers, so that a call costs a few launches however many weights there are:
+
+    squares     [sum of channels] fp32                      squared norm of each channel's gradient
+    selected    [sum of selected * length]                  selected rows, channel-major, in the order of places
+    deferred    [sum of (channels - selected) * length]     deferred rows, channel-major, in ascending channel order
+    steps       [sum of selected] int32                     AdamW steps that each place has taken
+
+Nothing here reads a value back to the launching thread: a skipped call is a flag on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from stallfree.kernels.device import Hyper
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One weight of a block, and its gradient: contiguous memory of `channels * length` elements.
+
+    channel_dim 1: `[length, channels]` (out x in), a channel is a column; 0: `[channels, length]`, a channel is a row.
+    """
+
+    channels: int
+    length: int
+    channel_dim: int
+    selected: int = 0  # how many channels the device holds; 0 before the first selection
+
+    def __post_init__(self) -> None:
+        if self.channel_dim not in (0, 1):
+            raise ValueError(f"channel_dim must be 0 or 1, not {self.channel_dim}")
+        if not (0 < self.channels < 2**30 and 0 < self.length < 2**30 and 0 <= self.selected <= self.channels):
+            raise ValueError(f"channels and length must be in [1, 2^30) and selected in [0, channels]: {self}")
+
+    @property
+    def deferred(self) -> int:
+        return self.channels - self.selected
+
+    @property
+    def numel(self) -> int:
+        return self.channels * self.length
+
+    def rows(self, tensor: Tensor) -> Tensor:
+        """The weight or gradient viewed as `[channels, length]`."""
+        flat = tensor.detach()
+        return flat.view(self.channels, self.length) if self.channel_dim == 0 else flat.view(self.length, self.channels).t()
+
+
+class BlockLayout:
+    """Where each weight's part lies in a block's flat buffers. Hashed by identity: kernels keep their tables by layout.
+
+    Blocks of equal geometry on one device may share a layout.
+    """
+
+    def __init__(self, segments: Sequence[Segment], device: torch.device | str) -> None:
+        self.segments = tuple(segments)
+        self.device = torch.empty(0, device=device).device  # "cuda" becomes "cuda:0"
+        self.channel_starts, self.channels = _starts(segment.channels for segment in self.segments)
+        self.place_starts, self.places = _starts(segment.selected for segment in self.segments)
+        self.row_starts, self.deferred_channels = _starts(segment.deferred for segment in self.segments)
+        self.selected_starts, self.selected_numel = _starts(segment.selected * segment.length for segment in self.segments)
+        self.deferred_starts, self.deferred_numel = _starts(segment.deferred * segment.length for segment in self.segments)
+
+    def channels_of(self, flat: Tensor, index: int) -> Tensor:
+        """Segment `index` of a `[sum of channels]` buffer: `[channels]`."""
+        return flat.narrow(0, self.channel_starts[index], self.segments[index].channels)
+
+    def places_of(self, flat: Tensor, index: int) -> Tensor:
+        """Segment `index` of a `[sum of selected]` buffer: `[selected]`."""
+        return flat.narrow(0, self.place_starts[index], self.segments[index].selected)
+
+    def selected_rows(self, flat: Tensor, index: int) -> Tensor:
+        """Segment `index` of a buffer of selected rows: `[selected, length]`."""
+        segment = self.segments[index]
+        numel = segment.selected * segment.length
+        return flat.narrow(0, self.selected_starts[index], numel).view(segment.selected, segment.length)
+
+    def deferred_rows(self, flat: Tensor, index: int) -> Tensor:
+        """Segment `index` of a buffer of deferred rows: `[channels - selected, length]`."""
+        segment = self.segments[index]
+        numel = segment.deferred * segment.length
+        return flat.narrow(0, self.deferred_starts[index], numel).view(segment.deferred, segment.length)
+
+
+class Targets(NamedTuple):
+    """A division of a block's channels, on the device; all int32."""
+
+    rows: Tensor  # [sum of channels] a channel's place among its weight's selected ones, or -1 - its deferred row
+    selected: Tensor  # [sum of selected] the channel of each place
+    deferred: Tensor  # [sum of (channels - selected)] the channel of each deferred row
+
+
+def targets(layout: BlockLayout, selected: Sequence[Tensor], deferred: Sequence[Tensor]) -> Targets:
+    """The division that these channel numbers make, without waiting for the device.
+
+    selected, deferred: for each weight int64 `[selected]` in the order of places and `[channels - selected]` ascending,
+    which together name every channel once (not checked: that would wait).
+    """
+    rows = torch.empty(layout.channels, dtype=torch.int32, device=layout.device)
+    numbers = torch.arange(max((segment.channels for segment in layout.segments), default=0), device=layout.device)
+    place, row = numbers.int(), (-1 - numbers).int()
+    for index, segment in enumerate(layout.segments):
+        if selected[index].shape != (segment.selected,) or deferred[index].shape != (segment.deferred,):
+            raise ValueError(
+                f"weight {index} divides its {segment.channels} channels into {segment.selected} selected and "
+                f"{segment.deferred} deferred, not {tuple(selected[index].shape)} and {tuple(deferred[index].shape)}"
+            )
+        mine = layout.channels_of(rows, index)
+        mine.index_copy_(0, selected[index], place[: segment.selected])
+        mine.index_copy_(0, deferred[index], row[: segment.deferred])
+    nobody = numbers[:0]
+    return Targets(rows, torch.cat([nobody, *selected]).int(), torch.cat([nobody, *deferred]).int())
+
+
+class BlockKernel(Protocol):
+    """What a step does with a block on the device.
+
+    Weights and gradients of one call have one dtype (fp32, bf16 or fp16), are contiguous and on the layout's device; flat
+    buffers have exactly the layout's sizes. None stands for a weight that has no gradient in this call: its parts of all
+    buffers stay as they are. Every method only enqueues work on the current stream, and gives the same bits every time.
+
+    Raises:
+        ValueError: tensors that contradict the layout. Nothing has been enqueued.
+    """
+
+    def warm_up(self, layout: BlockLayout, dtype: torch.dtype) -> None:
+        """Build, compile and load everything that calls with this layout and dtype need. May wait for the device."""
+        ...
+
+    def split(
+        self,
+        layout: BlockLayout,
+        targets: Targets,
+        grads: Sequence[Tensor | None],
+        squares: Tensor,
+        selected: Tensor,
+        deferred: Tensor,
+    ) -> None:
+        """One pass over a block's gradients, into squares, selected and deferred (the gradients' dtype). NaN and inf pass."""
+        ...
+
+    def adamw(
+        self,
+        layout: BlockLayout,
+        targets: Targets,
+        weights: Sequence[Tensor | None],
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        steps: Tensor,
+        grad: Tensor,
+        hypers: Sequence[Hyper | None],
+        factors: Tensor,
+        skip: Tensor,
+    ) -> None:
+        """One step of torch.optim.AdamW for the selected channels, unless `skip`, and the new masters into the weights.
+
+        master, exp_avg, exp_avg_sq: fp32 selected rows; steps: advanced; grad: selected rows as `split` made them, multiplied
+        by `factors` (`[weights]` fp32) first; skip: bool scalar. Masters are rounded to the weights' dtype, ties to even.
+
+        With n = steps + 1, corrections in fp64 (their relative error stays below 1e-12), the rest in fp32:
+
+            exp_avg    = beta1 exp_avg    + (1 - beta1) grad
+            exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad^2
+            direction  = exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2^n) + eps)
+            master     = (1 - lr weight_decay) master - lr / (1 - beta1^n) direction
+        """
+        ...
+
+    def publish(self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor) -> None:
+        """Write deferred rows, in the weights' dtype, into the deferred channels. Selected channels are not touched."""
+        ...
+
+
+class TorchBlock:
+    """Block kernels as torch operations: slow, on any device, and the definition for the others."""
+
+    def warm_up(self, layout: BlockLayout, dtype: torch.dtype) -> None:
+        """Torch has everything it needs."""
+
+    def split(
+        self,
+        layout: BlockLayout,
+        targets: Targets,
+        grads: Sequence[Tensor | None],
+        squares: Tensor,
+        selected: Tensor,
+        deferred: Tensor,
+    ) -> None:
+        check_split(layout, grads, squares, selected, deferred)
+        for index, grad in enumerate(grads):
+            if grad is None:
+                continue
+            rows = layout.segments[index].rows(grad)
+            norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+            layout.channels_of(squares, index).copy_(norms.square_())
+            layout.selected_rows(selected, index).copy_(rows.index_select(0, layout.places_of(targets.selected, index)))
+            layout.deferred_rows(deferred, index).copy_(rows.index_select(0, _deferred(layout, targets, index)))
+
+    def adamw(
+        self,
+        layout: BlockLayout,
+        targets: Targets,
+        weights: Sequence[Tensor | None],
+        master: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        steps: Tensor,
+        grad: Tensor,
+        hypers: Sequence[Hyper | None],
+        factors: Tensor,
+        skip: Tensor,
+    ) -> None:
+        check_adamw(layout, weights, master, exp_avg, exp_avg_sq, steps, grad, hypers, factors, skip)
+        for index, (weight, hyper) in enumerate(zip(weights, hypers, strict=True)):
+            if weight is None or hyper is None:
+                continue
+            lr, beta1, beta2, eps, weight_decay = hyper
+            old_master, old_avg, old_avg_sq, rows = (
+                layout.selected_rows(flat, index) for flat in (master, exp_avg, exp_avg_sq, grad)
+            )
+            taken = layout.places_of(steps, index)
+            taken += ~skip
+            count = taken.to(torch.float64).clamp_(min=1).unsqueeze(1)  # [selected, 1]; a place that never stepped is skipped
+            step_size = (lr / (1 - beta1**count)).to(torch.float32)
+            root = (1 - beta2**count).sqrt().to(torch.float32)
+            g = rows.to(torch.float32) * factors[index]
+            new_avg = old_avg * beta1 + g * (1 - beta1)
+            new_avg_sq = old_avg_sq * beta2 + g * g * (1 - beta2)
+            direction = new_avg / (new_avg_sq.sqrt() / root + eps)
+            new_master = old_master * (1 - lr * weight_decay) - step_size * direction
+            for old, new in ((old_master, new_master), (old_avg, new_avg), (old_avg_sq, new_avg_sq)):
+                torch.where(skip, old, new, out=old)
+            channels = layout.places_of(targets.selected, index).long()
+            shown = layout.segments[index].rows(weight)
+            shown.index_copy_(0, channels, torch.where(skip, shown.index_select(0, channels), new_master.to(weight.dtype)))
+
+    def publish(self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor) -> None:
+        check_publish(layout, weights, values)
+        for index, weight in enumerate(weights):
+            if weight is not None:
+                rows = layout.segments[index].rows(weight)
+                rows.index_copy_(0, _deferred(layout, targets, index).long(), layout.deferred_rows(values, index))
+
+
+def _starts(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
+    ends = tuple(accumulate(sizes))
+    return (0, *ends[:-1])[: len(ends)], ends[-1] if ends else 0
+
+
+def _deferred(layout: BlockLayout, targets: Targets, index: int) -> Tensor:
+    return targets.deferred.narrow(0, layout.row_starts[index], layout.segments[index].deferred)
+
+
+# What a kernel's caller must not get wrong: a device kernel would write elsewhere in memory
+
+
+def check_split(
+    layout: BlockLayout, grads: Sequence[Tensor | None], squares: Tensor, selected: Tensor, deferred: Tensor
+) -> torch.dtype | None:
+    """Raise `ValueError` unless the arguments are what `split` says. Returns the gradients' dtype, None if there are none."""
+    dtype = _check_weights("gradient", layout, grads)
+    _check_flat("squares", layout, squares, layout.channels, torch.float32)
+    _check_flat("selected", layout, selected, layout.selected_numel, dtype)
+    _check_flat("deferred", layout, deferred, layout.deferred_numel, dtype)
+    return dtype
+
+
+def check_adamw(
+    layout: BlockLayout,
+    weights: Sequence[Tensor | None],
+    master: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    steps: Tensor,
+    grad: Tensor,
+    hypers: Sequence[Hyper | None],
+    factors: Tensor,
+    skip: Tensor,
+) -> torch.dtype | None:
+    """Raise `ValueError` unless the arguments are what `adamw` says. Returns the weights' dtype, None if there are none."""
+    dtype = _check_weights("weight", layout, weights)
+    for name, flat in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        _check_flat(name, layout, flat, layout.selected_numel, torch.float32)
+    _check_flat("steps", layout, steps, layout.places, torch.int32)
+    _check_flat("grad", layout, grad, layout.selected_numel, dtype)
+    _check_flat("factors", layout, factors, len(layout.segments), torch.float32)
+    _check_flat("skip", layout, skip, 1, torch.bool)
+    if len(hypers) != len(layout.segments):
+        raise ValueError(f"{len(layout.segments)} weights need as many hypers, not {len(hypers)}")
+    return dtype
+
+
+def check_publish(layout: BlockLayout, weights: Sequence[Tensor | None], values: Tensor) -> torch.dtype | None:
+    """Raise `ValueError` unless the arguments are what `publish` says. Returns the weights' dtype, None if there are none."""
+    dtype = _check_weights("weight", layout, weights)
+    _check_flat("values", layout, values, layout.deferred_numel, dtype)
+    return dtype
+
+
+def _check_weights(name: str, layout: BlockLayout, tensors: Sequence[Tensor | None]) -> torch.dtype | None:
+    segments = layout.segments
+    if len(tensors) != len(segments):
+        raise ValueError(f"{len(segments)} weights need as many entries, not {len(tensors)}")
+    dtype = None
+    for index, tensor in enumerate(tensors):
+        if tensor is None:
+            continue
+        if dtype is None:
+            dtype = tensor.dtype
+            if dtype not in DTYPES:
+                raise ValueError(f"{name} {index} must be fp32, bf16 or fp16, not {dtype}")
+        if (
+            tensor.dtype != dtype
+            or tensor.numel() != segments[index].numel
+            or not tensor.is_contiguous()
+            or tensor.device != layout.device
+        ):
+            raise ValueError(
+                f"{name} {index} must be {segments[index].numel} contiguous {dtype} elements on {layout.device}, not "
+                f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            )
+    return dtype
+
+
+def _check_flat(name: str, layout: BlockLayout, flat: Tensor, numel: int, dtype: torch.dtype | None) -> None:
+    if (
+        flat.numel() != numel
+        or (dtype is not None and flat.dtype != dtype)
+        or not flat.is_contiguous()
+        or flat.device != layout.device
+    ):
+        raise ValueError(
+            f"{name} must be {numel} contiguous {dtype or ''} elements on {layout.device}, not {flat.dtype} of shape "
+            f"{tuple(flat.shape)}, strides {flat.stride()}, on {flat.device}"
+        )

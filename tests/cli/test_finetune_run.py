@@ -1,0 +1,302 @@
+"""Whole runs on the tiny model: they learn, stop, resume bit for bit, and refuse bad input before writing."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from stallfree.cli import main
+from stallfree.cli.errors import UsageError
+from stallfree.cli.finetune.batches import collate
+from stallfree.cli.finetune.checkpoint import load_checkpoint, save_checkpoint
+from stallfree.cli.finetune.data import encode_source, read_source
+from stallfree.cli.finetune.evaluation import token_losses
+from stallfree.cli.finetune.models import load_model
+from stallfree.cli.finetune.settings import load_settings
+from stallfree.cli.finetune.train import Training
+
+QUICK = {"lr": 3e-3, "micro_batch": 4, "seq_length": 48, "eval_size": 6}
+UNTIMED = {"seconds", "stall_ms", "restages", "bytes_up"}  # restages: per process; bytes_up: evaluations send weights too
+
+
+def metrics(output, kind):
+    records = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    return [
+        {name: value for name, value in record.items() if name not in UNTIMED} for record in records if record["kind"] == kind
+    ]
+
+
+def weights(output):
+    return load_file(output / "model.safetensors")
+
+
+def assert_equal_weights(first, second):
+    a, b = weights(first), weights(second)
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Send this process a signal in the given step, as a person or a cluster would."""
+
+    def arrange(step, number=signal.SIGINT):
+        advance = Training.advance
+
+        def advance_and_signal(self):
+            if self.step + 1 == step:
+                os.kill(os.getpid(), number)
+            return advance(self)
+
+        monkeypatch.setattr(Training, "advance", advance_and_signal)
+
+    return arrange
+
+
+def test_a_run_learns_and_leaves_a_model_with_the_reported_loss(finetune, sums, tmp_path):
+    code, out, _ = finetune(data=sums, steps=24, **QUICK)
+    output = tmp_path / "out"
+    assert code == 0
+    evaluations = metrics(output, "eval")
+    assert [record["step"] for record in evaluations] == [0, 6, 12, 18, 24]
+    before, after = evaluations[0]["loss"], evaluations[-1]["loss"]
+    assert before > 5  # a random model over 258 bytes: log 258 = 5.55
+    assert after < 2.5
+    assert f"held-out loss {before:.4f} -> {after:.4f}" in out
+
+    settings = load_settings({"model": str(output), "data": str(sums)} | {name: str(value) for name, value in QUICK.items()})
+    model, tokenizer = load_model(str(output), torch.float32, 0)
+    held_out = encode_source(settings, read_source(settings), tokenizer).held_out
+    batch = collate(held_out, tokenizer.pad_token_id)
+    with torch.no_grad():
+        torch.testing.assert_close(float(token_losses(model, batch)) / batch.learned, after, rtol=1e-5, atol=0)
+
+    steps = metrics(output, "step")
+    assert [record["step"] for record in steps] == list(range(1, 25))
+    assert all(0 <= record["rho"] <= 1 and record["grad_norm"] > 0 for record in steps)
+    assert steps[0]["lr"] == 3e-3  # the warm-up is 5% of 24 steps: one
+    assert not (output / "checkpoint.pt").exists()
+
+    report = (output / "report.md").read_text()
+    assert f"| 24 | {after:.4f} |" in report
+    question = re.search(r"Prompt:\n\n````\n(\d)\+(\d)\n````", report)
+    assert f"the data's own:\n\n````\n{int(question[1]) + int(question[2])}\n````" in report
+    assert (output / "loss.svg").read_text().count("<circle") == 5
+
+
+def test_evaluation_and_saving_do_not_change_training(finetune, sums, tmp_path):
+    finetune(data=sums, steps=9, eval_every=0, output=tmp_path / "a", **QUICK)
+    finetune(data=sums, steps=9, eval_every=1, save_every=2, output=tmp_path / "b", **QUICK)
+    assert_equal_weights(tmp_path / "a", tmp_path / "b")
+    assert metrics(tmp_path / "a", "step") == metrics(tmp_path / "b", "step")
+
+
+def resume_here(output):
+    assert main(["finetune", "--resume", "--output", str(output)]) == 0
+
+
+def resume_in_new_process(output):
+    code = f"import sys; from stallfree.cli import main; sys.exit(main({['finetune', '--resume', '--output', str(output)]}))"
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=output)
+
+
+@pytest.mark.parametrize(
+    "step, number, dtype, resume",
+    [(1, signal.SIGINT, "float32", resume_here), (7, signal.SIGTERM, "bfloat16", resume_in_new_process)],
+)
+def test_interrupted_and_resumed_equals_undisturbed(
+    finetune, sums, tmp_path, stop_after, monkeypatch, step, number, dtype, resume
+):
+    run = {"data": sums, "steps": 11, "accumulation": 2, "eval_every": 5, "dtype": dtype} | QUICK
+    whole, cut = tmp_path / "whole", tmp_path / "cut off"
+    assert finetune(output=whole, **run)[0] == 0
+    with monkeypatch.context():
+        stop_after(step, number)
+        code, out, _ = finetune(output=cut, **run)
+    monkeypatch.undo()
+    assert code == 128 + number
+    assert f"stopped after step {step} of 11" in out
+    assert f"stallfree finetune --resume --output '{cut}'" in out
+    load_model(str(cut), torch.float32, 0)  # what is there so far can be used
+
+    with (cut / "metrics.jsonl").open("a") as log:  # as after a crash that came later than the checkpoint
+        log.write(json.dumps({"kind": "step", "step": step + 1}) + '\n{"kind": "st')
+    resume(cut)
+    assert_equal_weights(whole, cut)
+    for kind in ("step", "eval"):
+        assert metrics(whole, kind) == metrics(cut, kind)
+
+
+def test_a_stop_during_the_first_evaluation_can_be_resumed(finetune, sums, tmp_path, monkeypatch):
+    run = {"data": sums, "steps": 3} | QUICK
+    finetune(output=tmp_path / "whole", **run)
+
+    def signal_and_evaluate(*args):
+        os.kill(os.getpid(), signal.SIGINT)
+        return token_losses(*args)
+
+    monkeypatch.setattr("stallfree.cli.finetune.evaluation.token_losses", signal_and_evaluate)
+    code, out, _ = finetune(output=tmp_path / "cut", **run)
+    assert code == 130
+    assert "stopped after step 0 of 3" in out
+    monkeypatch.undo()
+    assert main(["finetune", "--resume", "--output", str(tmp_path / "cut")]) == 0
+    assert_equal_weights(tmp_path / "whole", tmp_path / "cut")
+
+
+def test_resume_refuses_what_would_not_be_the_same_run(finetune, sums, tmp_path, stop_after):
+    data = tmp_path / "data.jsonl"
+    data.write_text(sums.read_text())
+    stop_after(2)
+    assert finetune(data=data, steps=4, **QUICK)[0] == 130
+    data.write_text(sums.read_text().replace("1+1", "1+2"))
+    code, _, err = finetune("--resume", data=data)
+    assert code == 2
+    assert "the data or the tokenizer changed since the run in" in err
+
+
+def test_a_complete_run_has_nothing_to_resume(finetune, sums):
+    finetune(data=sums, steps=1, **QUICK)
+    code, _, err = finetune("--resume")
+    assert code == 2
+    assert "has no checkpoint to resume from: it is complete, or start anew with --overwrite" in err
+
+
+def test_overwrite_keeps_what_is_not_its_own(finetune, sums, tmp_path):
+    finetune(data=sums, steps=3, **QUICK)
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    code, _, err = finetune(data=sums, steps=2, **QUICK)
+    assert code == 2
+    assert "is not empty: add --overwrite or --resume, or give another as --output" in err
+    assert finetune("--overwrite", data=sums, steps=2, **QUICK)[0] == 0
+    assert len(metrics(tmp_path / "out", "step")) == 2
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"
+
+
+def test_presets_that_are_exact_train_alike(finetune, sums, tmp_path):
+    for preset in ("zero-offload", "stronghold", "device"):
+        assert finetune(data=sums, steps=4, preset=preset, max_grad_norm=0, output=tmp_path / preset, **QUICK)[0] == 0
+    for name, tensor in weights(tmp_path / "zero-offload").items():
+        for other in ("stronghold", "device"):
+            torch.testing.assert_close(weights(tmp_path / other)[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_gradient_checkpointing_changes_nothing_but_rounding(finetune, sums, tmp_path):
+    for name, flags in (("with", ["--gradient-checkpointing"]), ("without", [])):
+        assert finetune(*flags, data=sums, steps=3, output=tmp_path / name, **QUICK)[0] == 0
+    for name, tensor in weights(tmp_path / "without").items():
+        torch.testing.assert_close(weights(tmp_path / "with")[name], tensor, rtol=1e-4, atol=1e-6)
+
+
+def test_builtin_task_is_scored_before_and_after(finetune, tmp_path):
+    pytest.importorskip("reasoning_gym")
+    code, out, _ = finetune(
+        data="builtin:chain_sum",
+        examples=40,
+        steps=2,
+        lr=1e-3,
+        score_size=3,
+        eval_size=5,
+        seq_length=256,
+        sample_prompt="1 + 1 =",
+    )
+    assert code == 0
+    evaluations = metrics(tmp_path / "out", "eval")
+    assert [record["scored"] for record in (evaluations[0], evaluations[-1])] == [3, 3]
+    assert "score 0.000 on 3 problems" in out
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "Prompt:\n\n````\n1 + 1 =\n````" in report
+    assert "the data's own" not in report
+
+
+def test_a_run_without_finite_losses_is_given_up(finetune, sums, tmp_path, monkeypatch):
+    calls = iter(range(100))
+    monkeypatch.setattr(
+        "stallfree.cli.finetune.train.token_losses",
+        lambda *args: token_losses(*args) * (1.0 if next(calls) < 3 else float("nan")),
+    )
+    code, _, err = finetune(data=sums, steps=20, **QUICK)
+    assert code == 2
+    assert "the loss was not finite in 5 steps up to 8: lower --lr or raise --warmup, and add --overwrite" in err
+    assert metrics(tmp_path / "out", "step")[-1]["skipped_steps"] == 5
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"data": "none.jsonl"}, "data file none.jsonl does not exist"),
+        ({"model": "gpt7"}, "model 'gpt7' is neither a directory nor one of: smollm2-135m, tiny"),
+        ({"data": "builtin:chain_sun"}, "reasoning-gym has no task 'chain_sun'; did you mean chain_sum"),
+        ({"data": "builtin:composite"}, "task composite cannot be generated"),
+        ({"data": "builtin:propositional_logic"}, "has problems without one written answer to learn from: choose another"),
+        ({"eval_size": 60}, "gives 60 sequences of at most 512 tokens, of which 60 would be held out: give more data, or"),
+        ({"seq_length": 8}, "no answer fits into --seq-length 8: the longest prompt has"),
+        ({"steps": 3, "warmup": 5}, "--warmup 5 is longer than the run of 3 steps"),
+        ({"preset": "zenflw"}, "optimizer settings (--preset, --set): preset 'zenflw' is unknown; there are:"),
+        ({"set": "topk_ration=0.1"}, "ZenFlowConfig has no setting 'topk_ration'; did you mean 'topk_ratio'?"),
+        ({"set": "topk_ratio=2"}, "topk_ratio must be a share from 0 to 1; got 2"),
+        ({"set": "preset=zenflow"}, "--set preset=zenflow: this one is a flag of its own, --preset"),
+        ({"preset": "stronghold", "max_grad_norm": 1}, "max_grad_norm cannot be used with update_in_backward"),
+        ({"output": __file__}, "is a file: give a directory as --output"),
+        ({"lr": -1}, "--lr -1: should be greater than 0"),
+        ({"data": os.devnull}, "data /dev/null is not a file"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_nothing_is_written(finetune, sums, tmp_path, options, message):
+    code, _, err = finetune(**{"data": sums} | options)
+    assert code == 2
+    assert message in err
+    assert err.startswith("error: ")
+    assert len(err.splitlines()) == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_command_shows_the_help(capfd):
+    assert main([]) == 2
+    out, err = capfd.readouterr()
+    assert "finetune  Fine-tune a causal language model" in out
+    assert err == ""
+
+
+def test_unknown_flag_is_one_sentence_too(finetune, sums):
+    code, _, err = finetune(data=sums, learning_rate=1)
+    assert code == 2
+    assert err.startswith("error: No such option: --learning-rate")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_read_only_output(finetune, sums, tmp_path):
+    tmp_path.chmod(0o500)
+    code, _, err = finetune(data=sums, steps=1)
+    assert (code, "is read-only for you; give another as --output" in err) == (2, True)
+
+
+def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path):
+    save_checkpoint(tmp_path, {"step": 1, "fingerprint": ""})
+    with pytest.raises(UsageError, match=r"checkpoint.pt.partial could not be written \(.*\): make room in"):
+        save_checkpoint(tmp_path, {"step": Unwritable()})
+    assert load_checkpoint(tmp_path, "")["step"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+
+
+class Unwritable:
+    def __reduce__(self):
+        raise OSError(28, "No space left on device")
+
+
+def test_debug_shows_the_traceback(sums):
+    with pytest.raises(ValueError, match="is neither a directory nor one of"):
+        main(["finetune", "--debug", "--model", "gpt7", "--data", str(sums)])
+
+
+def test_several_processes_are_refused(finetune, sums, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = finetune(data=sums)
+    assert code == 2
+    assert "trains on one device: start it without torchrun" in err

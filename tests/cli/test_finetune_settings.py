@@ -1,0 +1,88 @@
+"""Flags, the YAML file and the docs say the same."""
+
+from pathlib import Path
+
+import pytest
+
+from stallfree.cli.errors import UsageError
+from stallfree.cli.finetune.settings import FinetuneSettings, load_settings, save_settings
+from stallfree.cli.flags import ACTIONS, flag, markdown_table
+
+NEEDED = {"model": "tiny", "data": "x.txt"}
+
+
+def test_flags_win_over_yaml(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 2e-4\nmicro-batch: 7\nbetas: [0.8, 0.9]\nset: {topk_ratio: 0.3, lookahead: 1e-1}\n")
+    settings = load_settings(NEEDED | {"config": str(file), "lr": "5e-4", "set": ["topk_ratio=0.2", "lag=2"]})
+    assert (settings.lr, settings.micro_batch, settings.betas) == (5e-4, 7, (0.8, 0.9))
+    assert settings.set == {"topk_ratio": 0.2, "lookahead": 0.1, "lag": 2}
+
+
+def test_values_from_flags_have_types():
+    settings = load_settings(
+        NEEDED | {"betas": "0.9,0.95", "steps": "12", "set": ["update_interval=auto", "stagger=false", "score_decay=9e-1"]}
+    )
+    assert (settings.betas, settings.steps) == ((0.9, 0.95), 12)
+    assert settings.set == {"update_interval": "auto", "stagger": False, "score_decay": 0.9}
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ({"lr": "0"}, "--lr 0: should be greater than 0"),
+        ({"lr": "nan"}, "--lr nan: should be a finite number"),
+        ({"lr": "fast"}, "--lr fast: should be a valid number, unable to parse string as a number"),
+        ({"steps": "0"}, "--steps 0: should be greater than or equal to 1"),
+        ({"steps": "2.5"}, "--steps 2.5: should be a valid integer, unable to parse string as an integer"),
+        ({"steps": "5", "epochs": "1"}, "--steps and --epochs both say how long to train: give one of them"),
+        ({"seq_length": "4"}, "--seq-length 4: should be greater than or equal to 8"),
+        ({"betas": "0.9,1"}, "--betas 0.9,1: both must be at least 0 and less than 1"),
+        ({"schedule": "cosin"}, "--schedule cosin: should be 'cosine', 'linear' or 'constant'"),
+        ({"set": ["topk_ratio"]}, "--set topk_ratio: write NAME=VALUE, as in --set topk_ratio=0.2"),
+    ],
+)
+def test_impossible_settings(given, message):
+    with pytest.raises(UsageError) as error:
+        load_settings(NEEDED | given)
+    assert str(error.value) == message
+
+
+def test_missing_setting_says_what_it_takes():
+    with pytest.raises(UsageError, match=r"^--data is missing: Text file, JSONL file, or `builtin:TASK`"):
+        load_settings({"model": "tiny"})
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("mcro_batch: 4", r"there is no setting 'mcro_batch'; did you mean micro_batch\?"),
+        ("qqqq: 4", r"there is no setting 'qqqq'; see stallfree finetune --help"),
+        ("resume: true", r"resume belongs on the command line, as --resume"),
+        ("- lr", r"holds no settings: write lines like 'lr: 2e-5' or 'set: \{topk_ratio: 0.2\}'"),
+        ("lr: [", r"is not YAML: while parsing"),
+        ("lr: -1", r"--lr -1: should be greater than 0"),
+        ("set: 3", r"holds no settings"),
+    ],
+)
+def test_wrong_yaml(tmp_path, text, message):
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load_settings(NEEDED | {"config": str(file)})
+
+
+def test_saved_settings_are_those_of_the_resumed_run(tmp_path):
+    settings = load_settings(NEEDED | {"lr": "3e-4", "betas": "0.8,0.9", "set": ["topk_ratio=0.2"], "output": str(tmp_path)})
+    save_settings(settings, tmp_path)
+    assert load_settings({"output": str(tmp_path)}, resume=True) == settings
+    assert load_settings({"output": str(tmp_path), "lr": "0.0003", "set": ["topk_ratio=0.2"]}, resume=True) == settings
+    with pytest.raises(UsageError, match=r"^--lr was 0.0003 in the run in .*, not 0.1: leave it out, or start anew"):
+        load_settings({"output": str(tmp_path), "lr": "0.1"}, resume=True)
+
+
+def test_docs_list_every_flag():
+    page = (Path(__file__).parents[2] / "docs" / "finetune.md").read_text()
+    table = markdown_table(FinetuneSettings)
+    assert all(f"| `{flag(name)}` |" in table for name in (*FinetuneSettings.model_fields, *ACTIONS))
+    assert table in page, f"docs/finetune.md needs this table:\n{table}"

@@ -1,0 +1,27 @@
+"""The host kernels that this machine can run."""
+
+import pytest
+from replay_jobs import ISAS, make_kernel
+
+from stallfree.kernels.native import NativeReplay
+
+
+@pytest.fixture(scope="module", params=["torch", *(f"{isa}-2" for isa in ISAS)])
+def kernel(request):
+    kernel = make_kernel(request.param)
+    yield kernel
+    kernel.close()
+
+
+@pytest.fixture(scope="module")
+def natives():
+    """The instruction paths that this machine has."""
+    kernels = []
+    for isa in ISAS:
+        try:
+            kernels.append(NativeReplay(2, isa=isa))
+        except ValueError:
+            continue
+    yield kernels
+    for kernel in kernels:
+        kernel.close()

@@ -1,0 +1,116 @@
+"""The numbers `metrics()` reports are true."""
+
+import pytest
+import torch
+from histories import backward
+from torch import nn
+
+from stallfree import ZenFlowAdamW
+
+SETTINGS = dict(
+    lr=1e-2, topk_ratio=0.25, update_interval=4, lag=1, full_warm_up_rounds=2, select_interval=100, min_numel=0, block_numel=1
+)
+
+
+def run(device, calls: int, dtype: torch.dtype = torch.float32, grads=None, **overrides):
+    """Two named weights and a bias; returns the optimizer and the gradients of the last call."""
+    generator = torch.Generator().manual_seed(3)
+    params = [nn.Parameter(torch.zeros(shape, dtype=dtype, device=device)) for shape in ((64, 48), (32, 64), (5,))]
+    names = ("layers.0.up_proj.weight", "layers.1.down_proj.weight", "norm.weight")
+    optimizer = ZenFlowAdamW(zip(names, params, strict=True), **SETTINGS | overrides)
+    last = []
+    for t in range(calls):
+        last = [torch.randn(p.shape, generator=generator).to(p) for p in params] if grads is None else grads(t, params)
+        backward(params, last)
+        optimizer.step()
+        optimizer.zero_grad()
+    return optimizer, last
+
+
+def test_before_the_first_call():
+    optimizer, _ = run("cpu", 0)
+    metrics = optimizer.metrics()
+    assert {name: metrics[name] for name in ("call", "skipped_steps", "restages", "bytes_down", "bytes_up", "stall_ms")} == {
+        "call": 0, "skipped_steps": 0, "restages": 0, "bytes_down": 0, "bytes_up": 0, "stall_ms": 0,
+    }  # fmt: skip
+    assert metrics["rho"] is None
+    assert metrics["retention"] is None
+    optimizer.close()
+
+
+def test_calls_and_intervals_are_reported(device):
+    optimizer, _ = run(device, 7, max_update_interval=6)
+    assert (optimizer.metrics()["call"], optimizer.metrics()["interval"]) == (7, 4)
+    optimizer.set_update_interval(6)
+    assert optimizer.metrics()["interval"] == 6
+    optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_gradient_norm_is_that_of_all_gradients_before_clipping(device, dtype):
+    optimizer, grads = run(device, 5, dtype, max_grad_norm=0.1)
+    expected = torch.cat([g.double().flatten() for g in grads]).norm().item()
+    assert optimizer.metrics()["grad_norm"] == pytest.approx(expected, rel=1e-6)
+    optimizer.close()
+
+
+def test_rho_is_the_share_of_the_squared_norm_in_deferred_channels(device):
+    """Everything is deferred until the first selection, which takes the largest channels of gradients that do not change."""
+
+    def fixed(t, params):
+        generator = torch.Generator().manual_seed(1)
+        return [torch.randn(p.shape, generator=generator).to(p) for p in params]
+
+    optimizer, _ = run(device, 2, grads=fixed)
+    assert optimizer.metrics()["rho"] == 1.0
+    optimizer.close()
+    optimizer, grads = run(device, 9, grads=fixed)
+    deferred, total, by_kind = 0.0, 0.0, {}
+    for kind, g in zip(("up_proj", "down_proj"), grads[:2], strict=True):
+        columns = g.double().pow(2).sum(0).sort(descending=True).values
+        small = columns[round(0.25 * len(columns)) :].sum().item()
+        by_kind[kind] = small / columns.sum().item()
+        deferred, total = deferred + small, total + columns.sum().item()
+    assert optimizer.metrics()["rho"] == pytest.approx(deferred / total, rel=1e-5)
+    assert optimizer.metrics()["rho_by_kind"] == pytest.approx(by_kind, rel=1e-5)
+    optimizer.close()
+
+
+def test_retention_is_the_share_of_a_selection_that_stays(device):
+    """Columns 0..11 of 48 are large at first, then 3..14: three quarters of the selection stays."""
+
+    def shifting(t, params):
+        grads = [torch.ones_like(p) for p in params]
+        grads[0][:, 0 if t < 3 else 3 : 12 if t < 3 else 15] = 100.0 if t < 3 else 10_000.0
+        return grads
+
+    optimizer, _ = run(device, 14, grads=shifting, select_interval=8)
+    assert optimizer.metrics()["retention_by_kind"] == pytest.approx({"up_proj": 0.75, "down_proj": 1.0})
+    assert optimizer.metrics()["retention"] == pytest.approx(0.875)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_are_those_of_the_deferred_channels(device, dtype):
+    """Down: each call's deferred gradients. Up: the deferred weights, once in a window. Within 2%: counters and scalars too."""
+    optimizer, _ = run(device, 8, dtype)
+    before = optimizer.metrics()
+    generator = torch.Generator().manual_seed(9)
+    params = optimizer.param_groups[0]["params"]
+    for _ in range(8):
+        backward(params, [torch.randn(p.shape, generator=generator).to(p) for p in params])
+        optimizer.step()
+        optimizer.zero_grad()
+    after = optimizer.metrics()
+    deferred = (64 * 36 + 32 * 48) * params[0].element_size()
+    assert after["bytes_down_total"] - before["bytes_down_total"] == pytest.approx(8 * deferred, rel=0.02)
+    assert after["bytes_up_total"] - before["bytes_up_total"] == pytest.approx(2 * deferred, rel=0.02)
+    assert after["bytes_down"] == pytest.approx(deferred, rel=0.02)
+    optimizer.close()
+
+
+def test_nothing_moves_when_the_device_does_it_all(device):
+    optimizer, _ = run(device, 8, preset="device", topk_ratio=1.0)
+    assert optimizer.metrics()["bytes_up_total"] == 0
+    assert optimizer.metrics()["bytes_down_total"] <= 8 * 64  # the skip flag and the clip factor
+    optimizer.close()
