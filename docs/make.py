@@ -15,9 +15,9 @@ INTRO = """# Configuration
 
 <!-- Made by `make docs` from src/stallfree/config.py. -->
 
-Pass settings as keywords, `ZenFlowAdamW(params, lr=1e-5, update_interval=8)`, or as a `ZenFlowConfig`, which also reads and writes
-dicts, JSON and YAML (`ZenFlowConfig.load("zenflow.yaml")`). It is frozen and checked at construction; an unknown name is refused
-with the closest known one. A setting that you leave out takes its preset's value.
+Pass settings as keywords, `ZenFlowAdamW(params, lr=1e-5, update_interval=4)`, or as a `ZenFlowConfig`, which also reads and
+writes dicts, JSON and YAML (`ZenFlowConfig.load("zenflow.yaml")`). It is frozen and checked at construction; an unknown name is
+refused with the closest known one. A setting that you leave out takes its preset's value.
 """
 
 

@@ -4,11 +4,15 @@
 `--hypothesis-profile=ci` runs many more random histories. `--seed N` repeats a run's random numbers.
 """
 
+import os
 import random
 
 import hypothesis
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # before anything imports triton: its kernels then run on the CPU
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 COMMON = dict(deadline=None, print_blob=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.register_profile("fast", max_examples=60, **COMMON)

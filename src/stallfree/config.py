@@ -39,7 +39,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # What a preset does not mention.
 BASE: dict[str, Any] = dict(overlap_step=True, update_in_backward=False)
-AUTO_INTERVAL = 4  # update_interval="auto" starts here
+AUTO_INTERVAL = 2  # update_interval="auto": the best of 2, 4 and 8 in benchmarks/results/convergence-2026-11-29.md
 
 Preset = Literal["stallfree", "zenflow", "zenflow-star", "zero-offload", "zero-offload-dpu", "stronghold", "device"]
 
@@ -55,7 +55,7 @@ class ZenFlowConfig:
     topk_ratio: float = None  # type: ignore[assignment]
     """Share of each parameter's channels that the device updates at every call. 0: all on the host. 1: all on the device."""
     update_interval: int | Literal["auto"] = None  # type: ignore[assignment]
-    """S: how many consecutive calls a block collects before its host update. "auto" chooses."""
+    """S: how many consecutive calls a block collects before its host update. "auto" is 2. A larger S moves fewer bytes."""
     rule: Literal["replay", "mean"] = None  # type: ignore[assignment]
     """What the host does with a window: "replay" one AdamW step per gradient; "mean" one AdamW step on their mean."""
     lag: int = None  # type: ignore[assignment]
@@ -105,6 +105,8 @@ class ZenFlowConfig:
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise ValueError(f"preset {self.preset!r} is unknown; there are: {', '.join(PRESETS)}")
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        object.__setattr__(self, "_given", {name: value for name, value in given.items() if value is not None})
         for name, value in (BASE | PRESETS[self.preset]).items():
             self._fill(name, None, value)
         self._fill("lag", "interval", self.initial_interval)
@@ -216,13 +218,13 @@ class ZenFlowConfig:
     # Forms
 
     def replace(self, **overrides: Any) -> ZenFlowConfig:
-        """A copy with other values. A preset is chosen at construction; the other fields would silently keep the old one's."""
+        """A copy with other values. What was left out before follows them: the lag of rounds is one window, whatever S is."""
         if "preset" in overrides:
             raise ValueError(
                 "preset cannot be replaced: build ZenFlowConfig(preset=...) anew with the settings you want to keep"
             )
-        _refuse_unknown(overrides)
-        return dataclasses.replace(self, **overrides)
+        given: dict[str, Any] = self._given  # type: ignore[attr-defined]
+        return ZenFlowConfig.from_dict(given | overrides)
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

@@ -147,10 +147,14 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return weights.exact_weights(self.engine)
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """As torch.nn.utils.clip_grad_norm_ over all parameters; returns the norm before clipping."""
+        """As torch.nn.utils.clip_grad_norm_ over all parameters, with fp32 norms; returns the norm before clipping."""
         if not max_norm >= 0:
             raise ValueError(f"max_norm must be a number, at least 0; got {max_norm}")
-        return nn.utils.clip_grad_norm_([param for group in self.param_groups for param in group["params"]], max_norm)
+        params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norms = [torch.linalg.vector_norm(param.grad, dtype=torch.float32) for param in params]  # torch's own round to bf16
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        return norm
 
     def full_gradient(self, param: nn.Parameter) -> Tensor | None:
         """The plain gradient between backward and step(), on the device; `.grad` of a staged one is a handle without memory."""
@@ -161,8 +165,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Change S; each block adopts it when its window closes."""
         if isinstance(interval, bool) or not isinstance(interval, int) or not 1 <= interval <= self.config.max_update_interval:
             raise ValueError(
-                f"update_interval must be a whole number from 1 to {self.config.max_update_interval} (max_update_interval, fixed "
-                f"at construction); got {interval!r}"
+                f"update_interval must be a whole number from 1 to max_update_interval, "
+                f"which is {self.config.max_update_interval} since construction; got {interval!r}"
             )
         self.engine.clock.interval = interval
 

@@ -68,8 +68,8 @@ class NativeReplay:
         isa: "avx512", "avx512-rsqrt", "avx2" or "portable"; None takes the environment's STALLFREE_ISA, or else the fastest.
 
     A job's result does not depend on `threads`, `cores` or the position of its rows in memory. "avx512" and "avx2" give the
-    same bits on every processor; "portable" has no fused multiplication and addition; "avx512-rsqrt", the fastest where square
-    roots are slow (all but Zen 5), depends on the processor's maker. All are within the same rounding error of exact
+    same bits on every processor; "portable" has no fused multiplication and addition; "avx512-rsqrt", the default with
+    AVX-512 except on Zen 5, estimates square roots, which depends on the processor's maker. All are within the same rounding error of exact
     arithmetic: with u = 2^-24, K slots and D_k the direction of step k with |gradients| in place of gradients,
     |master - exact| <= u * sum over k of (3 |master_k| + (6 k + 10) lr_k D_k), to first order.
 

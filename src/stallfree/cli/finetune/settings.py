@@ -58,13 +58,11 @@ class FinetuneSettings(BaseModel):
     device: Literal["cpu", "cuda"] | None = _setting(None, "Where to train.", "Training", shown="the GPU if there is one")
     seed: int = _setting(0, "Of the data's order, of the tasks and of `tiny`.", "Training", ge=0, lt=2**31)
 
-    preset: str = _setting(
-        "stallfree", f"Row of optimizer settings: {', '.join(PRESETS)}.", "Optimizer (docs: update rule)", metavar="NAME"
-    )
+    preset: str = _setting("stallfree", f"Row of optimizer settings: {', '.join(PRESETS)}.", "Optimizer", metavar="NAME")
     set: dict[str, Any] = _setting(
         {},
         "Any field of ZenFlowConfig over the preset; may be repeated.",
-        "Optimizer (docs: update rule)",
+        "Optimizer",
         metavar="NAME=VALUE",
     )
 

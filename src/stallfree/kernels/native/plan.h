@@ -30,9 +30,10 @@ struct Plan {
 // of rows that follow each other in both and have the same step count.
 struct Segment {
   int64_t state, grad, count;
-  const Step* steps;         // one per AdamW step
-  int32_t step_count;        // the number of slots, or 1 under rule "mean", or 0 without slots
-  float ahead;               // lookahead * lr / (1 - beta1^n) of the last step: out = x - ahead q
+  int64_t next;               // where the state of the element after the segment's last is; for prefetching
+  const Step* steps;          // one per AdamW step
+  int32_t step_count;         // the number of slots, or 1 under rule "mean", or 0 without slots
+  float ahead;                // lookahead * lr / (1 - beta1^n) of the last step: out = x - ahead q
   uint32_t stream0, stream1;  // stochastic rounding's stream for (key, n, state >> 32); see random_bits in update.h
 };
 

@@ -120,36 +120,48 @@ class Window {
 
   // Elements [begin, end) of the window's rows, laid end to end.
   void run(int64_t begin, int64_t end, Step* steps) const {
-    Segment segment = {};
-    segment.steps = steps;
-    segment.step_count = step_count_;
-    int64_t known = -1;  // the step count `steps` was made for
-    while (begin < end) {
-      const int64_t first = begin / job_.length;
-      const int64_t taken = job_.steps[job_.rows[first]];
-      // Neighbouring channels with the same step count are one run of memory.
-      int64_t after = first + 1;
-      while (after * job_.length < end && job_.rows[after] == job_.rows[after - 1] + 1 &&
-             job_.steps[job_.rows[after]] == taken) {
-        ++after;
-      }
-      if (taken != known) set_steps(known = taken, steps, segment);
-      segment.grad = begin;
-      segment.state = job_.rows[first] * job_.length + begin % job_.length;
-      segment.count = std::min(end, after * job_.length) - begin;
-      // A stream of random bits covers 2^32 elements.
-      segment.count = std::min(segment.count, (segment.state | 0xffffffff) + 1 - segment.state);
-      const uint64_t n = static_cast<uint64_t>(taken + step_count_);
-      const uint64_t stream = mix(mix(job_.key) ^ (n << 32 | static_cast<uint64_t>(segment.state) >> 32));
-      segment.stream0 = static_cast<uint32_t>(stream);
-      segment.stream1 = static_cast<uint32_t>(stream >> 32);
+    int64_t known = -1;  // the step count that `steps` and `ahead` were made for
+    float ahead = 0.0f;
+    for (Segment segment = segment_at(begin, end); segment.count;) {
+      const Segment following = segment_at(segment.grad + segment.count, end);
+      const int64_t taken = job_.steps[segment.state / job_.length];
+      if (taken != known) ahead = set_steps(known = taken, steps);
+      segment.next = following.count ? following.state : segment.state + segment.count;
+      segment.steps = steps;
+      segment.ahead = ahead;
       run_segment_(plan_, segment);
-      begin += segment.count;
+      segment = following;
     }
   }
 
-  void set_steps(int64_t taken, Step* steps, Segment& segment) const {
-    if (!step_count_) return;
+  // The longest segment from `begin` on, but for the constants of its steps; an empty one at the end.
+  Segment segment_at(int64_t begin, int64_t end) const {
+    Segment segment = {};
+    if (begin >= end) return segment;
+    const int64_t first = begin / job_.length;
+    const int32_t taken = job_.steps[job_.rows[first]];
+    // Neighbouring channels with the same step count are one run of memory.
+    int64_t after = first + 1;
+    while (after * job_.length < end && job_.rows[after] == job_.rows[after - 1] + 1 &&
+           job_.steps[job_.rows[after]] == taken) {
+      ++after;
+    }
+    segment.grad = begin;
+    segment.state = job_.rows[first] * job_.length + begin % job_.length;
+    segment.count = std::min(end, after * job_.length) - begin;
+    // A stream of random bits covers 2^32 elements.
+    segment.count = std::min(segment.count, (segment.state | 0xffffffff) + 1 - segment.state);
+    segment.step_count = step_count_;
+    const uint64_t n = static_cast<uint64_t>(taken) + static_cast<uint64_t>(step_count_);
+    const uint64_t stream = mix(mix(job_.key) ^ (n << 32 | static_cast<uint64_t>(segment.state) >> 32));
+    segment.stream0 = static_cast<uint32_t>(stream);
+    segment.stream1 = static_cast<uint32_t>(stream >> 32);
+    return segment;
+  }
+
+  // Fills in the constants of a channel that has taken so many steps; returns its look-ahead (Segment::ahead).
+  float set_steps(int64_t taken, Step* steps) const {
+    if (!step_count_) return 0.0f;
     const stallfree_slot& last = job_.slots[job_.slot_count - 1];
     if (plan_.mean) {
       steps[0] = adamw_step(last, 1.0 / job_.slot_count, taken + 1);
@@ -159,7 +171,7 @@ class Window {
       }
     }
     const double correction1 = 1.0 - std::pow(last.beta1, static_cast<double>(taken + step_count_));
-    segment.ahead = static_cast<float>(job_.lookahead * last.lr / correction1);
+    return static_cast<float>(job_.lookahead * last.lr / correction1);
   }
 
   const stallfree_job& job_;
@@ -207,7 +219,8 @@ bool supported(int32_t isa) {
   return false;
 }
 
-// Zen 5 needs 7 cycles for a square root and a division of 16 elements; Zen 4 and Intel's processors up to three times that.
+// Zen 5 takes 7 cycles for the square root and the division of 16 elements (measured), less than the estimate's additional
+// instructions; instruction tables give two to three times that for Zen 4 and Intel's processors.
 bool has_fast_divider() {
 #if defined(__x86_64__)
   unsigned eax, ebx, ecx, edx;

@@ -13,9 +13,9 @@ struct IEEE {
   }
 };
 
-// vsqrtps and vdivps share one unit, which most processors keep busy for 20 cycles per AdamW step. Here the root takes a 14-bit
-// estimate y of 1 / sqrt(v) and one Newton step on the multipliers instead: with s = v y and e = 1 - s y,
-// sqrt(v) = s (1 + e / 2) up to 1.5 * 2^-28, relatively. The estimate's bits differ between makers of processors.
+// vsqrtps and vdivps share one unit, the bottleneck on most processors. Here the root takes a 14-bit estimate y of 1 / sqrt(v)
+// and one Newton step on the multipliers instead: with s = v y and e = 1 - s y, sqrt(v) = s (1 + e / 2) up to 1.5 * 2^-28,
+// relatively. The estimate's bits differ between makers of processors.
 struct Estimate {
   static __m512 quotient(__m512 m, __m512 v, float root_scale, float eps) {
     // y becomes finite at v = 0, so that s = 0, and 1 at infinity, so that the quotient is 0 as in torch. NaN goes through.

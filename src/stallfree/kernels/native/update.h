@@ -42,7 +42,7 @@ struct alignas(64) Tile {
 
 template <class T>
 ALWAYS_INLINE void prefetch_tile(const T* p) {
-  for (int i = 0; i < kTile; i += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(p + i + kPrefetchDistance);
+  for (int i = 0; i < kTile; i += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(p + i);
 }
 
 // 32 random bits for an element: its index hashed with a key added before and between the rounds of a 32-bit mixer.
@@ -104,9 +104,11 @@ ALWAYS_INLINE void pass(const Plan& plan, const Segment& segment, const Step& st
   Moment* const exp_avg = static_cast<Moment*>(plan.exp_avg) + state;
   Moment* const exp_avg_sq = static_cast<Moment*>(plan.exp_avg_sq) + state;
   if constexpr (first) {
-    prefetch_tile(master);
-    prefetch_tile(exp_avg);
-    prefetch_tile(exp_avg_sq);
+    const int64_t beyond = offset + kPrefetchDistance - segment.count;
+    const int64_t soon = beyond < 0 ? state + kPrefetchDistance : segment.next + beyond;
+    prefetch_tile(plan.master + soon);
+    prefetch_tile(static_cast<Moment*>(plan.exp_avg) + soon);
+    prefetch_tile(static_cast<Moment*>(plan.exp_avg_sq) + soon);
   }
   const Float beta1 = V::set1(step.beta1), grad_scale = V::set1(step.grad_scale);
   const Float beta2 = V::set1(step.beta2), square_scale = V::set1(step.square_scale);
@@ -162,7 +164,7 @@ void run_segment(const Plan& plan, const Segment& segment) {
     const int64_t row = segment.grad + offset;
     const auto grads = [&](int32_t slot) {
       const Grad* p = static_cast<const Grad*>(plan.grads[slot]) + row;
-      prefetch_tile(p);
+      prefetch_tile(p + kPrefetchDistance);
       return p;
     };
     const int32_t last = segment.step_count - 1;
