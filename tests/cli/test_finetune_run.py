@@ -277,6 +277,25 @@ def test_read_only_output(finetune, sums, tmp_path):
     assert (code, "is read-only for you; give another as --output" in err) == (2, True)
 
 
+def test_too_little_memory_names_the_way_out(finetune, sums, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise MemoryError("a table")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("stallfree.cli.finetune.optimizer.ZenFlowAdamW", refuse)
+        code, _, err = finetune(data=sums, steps=1)
+    assert (code, err) == (2, "error: a table\n")
+    assert not (tmp_path / "out").exists()
+
+    def run_out(self):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Training, "advance", run_out)
+    code, _, err = finetune(data=sums, steps=1, micro_batch=8)
+    assert code == 2
+    assert "halve --micro-batch (8) and double --accumulation (1), or add --gradient-checkpointing" in err
+
+
 def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path):
     save_checkpoint(tmp_path, {"step": 1, "fingerprint": ""})
     with pytest.raises(UsageError, match=r"checkpoint.pt.partial could not be written \(.*\): make room in"):

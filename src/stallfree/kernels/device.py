@@ -29,7 +29,7 @@ class DeviceKernel(Protocol):
         """One pass over a gradient.
 
         rows: `[channels, length]`; selected, deferred: int64 channel numbers.
-        Returns squared channel norms `[channels]` fp32, and the selected and deferred rows (contiguous, in the gradient's dtype).
+        Returns squared channel norms `[channels]` fp32, and selected and deferred rows (contiguous, in the gradient's dtype).
         """
         ...
 

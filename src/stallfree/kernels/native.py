@@ -6,21 +6,23 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from stallfree.kernels.replay import ReplayJob, check_job
+from stallfree.kernels.replay import Flag, ReplayJob, WindowJobs, check_job
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 LIBRARY = Path(__file__).with_name("_replay.so")
 
 _ISAS = ("portable", "avx2", "avx512", "avx512-rsqrt")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _RULES = {"replay": 0, "mean": 1}
 _BAD_ROWS, _STEPS_OVERFLOW, _FORKED, _ISA_UNSUPPORTED, _CANNOT_PIN, _OUT_OF_MEMORY = 1, 2, 3, 4, 6, 7
+
+_MASK = 0xFFFFFFFF
 
 
 class _Slot(ctypes.Structure):
@@ -58,6 +60,26 @@ class _Job(ctypes.Structure):
     )
 
 
+class _Gate(ctypes.Structure):
+    _fields_ = (("flag", ctypes.c_void_p), ("value", ctypes.c_uint32))
+
+
+class _Late(ctypes.Structure):
+    _fields_ = (("record", ctypes.c_void_p), ("index", ctypes.c_int32))
+
+
+class _Window(ctypes.Structure):
+    _fields_ = (
+        ("jobs", ctypes.POINTER(_Job)),
+        ("late", ctypes.c_void_p),
+        ("gates", ctypes.POINTER(_Gate)),
+        ("done", ctypes.c_void_p),
+        ("job_count", ctypes.c_int32),
+        ("gate_count", ctypes.c_int32),
+        ("done_value", ctypes.c_uint32),
+    )
+
+
 class NativeReplay:
     """A `HostKernel` on its own threads: AVX-512, AVX2 or portable code, whichever is the fastest on this processor.
 
@@ -69,8 +91,8 @@ class NativeReplay:
 
     A job's result does not depend on `threads`, `cores` or the position of its rows in memory. "avx512" and "avx2" give the
     same bits on every processor; "portable" has no fused multiplication and addition; "avx512-rsqrt", the default with
-    AVX-512 except on Zen 5, estimates square roots, which depends on the processor's maker. All are within the same rounding error of exact
-    arithmetic: with u = 2^-24, K slots and D_k the direction of step k with |gradients| in place of gradients,
+    AVX-512 except on Zen 5, estimates square roots, which depends on the processor's maker. All are within the same rounding
+    error of exact arithmetic: with u = 2^-24, K slots and D_k the direction of step k with |gradients| in place of gradients,
     |master - exact| <= u * sum over k of (3 |master_k| + (6 k + 10) lr_k D_k), to first order.
 
     Raises:
@@ -108,36 +130,32 @@ class NativeReplay:
             ValueError: a job that `ReplayJob` does not allow. Nothing has been changed.
             RuntimeError: the kernel is closed, or was created before a fork in another process.
         """
-        check_job(job)
+        job_, keep = _pack(job)
+        self._call(lambda library: library.stallfree_replay(self._pool, ctypes.byref(job_)))
+        del keep
+
+    def run(self, windows: Sequence[WindowJobs], stop: torch.Tensor) -> None:
+        """Run windows in order, each once its gates are open, in one call without the GIL (see `HostKernel.run`)."""
+        keep: list[object] = []
+        native = (_Window * len(windows))(*(_pack_window(window, keep) for window in windows))
+        failed = ctypes.c_int32(-1)
+        try:
+            self._call(
+                lambda library: library.stallfree_run(self._pool, native, len(windows), stop.data_ptr(), ctypes.byref(failed))
+            )
+        except Exception as error:
+            error.number = failed.value  # type: ignore[attr-defined]
+            raise
+
+    def _call(self, function: Callable[[ctypes.CDLL], int]) -> None:
         if os.getpid() != self._owner:  # before the lock: another thread of the parent may have held it in the fork
-            raise RuntimeError(_message(_FORKED))
-        slots = (_Slot * len(job.slots))(
-            *(_Slot(s.grad.data_ptr(), s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.factor) for s in job.slots)
-        )
-        native = _Job(
-            master=job.master.data_ptr(),
-            exp_avg=job.exp_avg.data_ptr(),
-            exp_avg_sq=job.exp_avg_sq.data_ptr(),
-            steps=job.steps.data_ptr(),
-            rows=job.rows.data_ptr(),
-            slots=slots,
-            out=None if job.out is None else job.out.data_ptr(),
-            channels=job.master.shape[0],
-            length=job.master.shape[1],
-            row_count=job.rows.numel(),
-            slot_count=len(job.slots),
-            grad_dtype=_DTYPES[job.slots[0].grad.dtype] if job.slots else 0,
-            moment_dtype=_DTYPES[job.exp_avg.dtype],
-            out_dtype=0 if job.out is None else _DTYPES[job.out.dtype],
-            rule=_RULES[job.rule],
-            commit=job.commit,
-            lookahead=job.lookahead,
-            key=job.key & (1 << 64) - 1,
-        )
+            raise RuntimeError(
+                "this kernel was created before a fork and its threads do not exist here: create one in this process"
+            )
         with self._lock:
             if not self._end.alive:
                 raise RuntimeError("this kernel is closed")
-            status = load_library().stallfree_replay(self._pool, ctypes.byref(native))
+            status = function(load_library())
         if status in (_BAD_ROWS, _STEPS_OVERFLOW):
             raise ValueError(_message(status))
         if status == _OUT_OF_MEMORY:
@@ -151,6 +169,60 @@ class NativeReplay:
             return
         with self._lock:
             self._end()
+
+
+def _pack(job: ReplayJob) -> tuple[_Job, object]:
+    """A checked job as the library takes it, and what must live as long as it does."""
+    check_job(job)
+    slots = (_Slot * len(job.slots))(
+        *(_Slot(s.grad.data_ptr(), s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.factor) for s in job.slots)
+    )
+    native = _Job(
+        master=job.master.data_ptr(),
+        exp_avg=job.exp_avg.data_ptr(),
+        exp_avg_sq=job.exp_avg_sq.data_ptr(),
+        steps=job.steps.data_ptr(),
+        rows=job.rows.data_ptr(),
+        slots=slots,
+        out=None if job.out is None else job.out.data_ptr(),
+        channels=job.master.shape[0],
+        length=job.master.shape[1],
+        row_count=job.rows.numel(),
+        slot_count=len(job.slots),
+        grad_dtype=_DTYPES[job.slots[0].grad.dtype] if job.slots else 0,
+        moment_dtype=_DTYPES[job.exp_avg.dtype],
+        out_dtype=0 if job.out is None else _DTYPES[job.out.dtype],
+        rule=_RULES[job.rule],
+        commit=job.commit,
+        lookahead=job.lookahead,
+        key=job.key & (1 << 64) - 1,
+    )
+    return native, slots
+
+
+def _pack_window(window: WindowJobs, keep: list[object]) -> _Window:
+    packed = [_pack(job) for job in window.jobs]
+    jobs = (_Job * len(packed))(*(job for job, _ in packed))
+    late = [(_Late * len(slots))(*(_Late(k.record.data_ptr(), k.index) for k in slots)) for slots in window.late]
+    late_pointers = (ctypes.c_void_p * len(late))(*(ctypes.addressof(array) for array in late))
+    gates = (_Gate * len(window.gates))(*(_Gate(_address(gate), gate.value & _MASK) for gate in window.gates))
+    keep += [packed, jobs, late, late_pointers, gates]
+    done = window.done
+    return _Window(
+        jobs=jobs,
+        late=ctypes.cast(late_pointers, ctypes.c_void_p),
+        gates=gates,
+        done=None if done is None else _address(done),
+        job_count=len(jobs),
+        gate_count=len(gates),
+        done_value=0 if done is None else done.value & _MASK,
+    )
+
+
+def _address(flag: Flag) -> int:
+    if flag.memory.dtype != torch.int32 or not 0 <= flag.index < flag.memory.numel():
+        raise ValueError("a flag is one element of contiguous int32 host memory")
+    return flag.memory.data_ptr() + 4 * flag.index
 
 
 @cache
@@ -183,6 +255,14 @@ def load_library() -> ctypes.CDLL:
     library.stallfree_pool_destroy.argtypes = [ctypes.c_void_p]
     library.stallfree_replay.restype = ctypes.c_int32
     library.stallfree_replay.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job)]
+    library.stallfree_run.restype = ctypes.c_int32
+    library.stallfree_run.argtypes = [
+        ctypes.c_void_p,
+        ctypes.POINTER(_Window),
+        ctypes.c_int32,
+        ctypes.c_void_p,
+        ctypes.POINTER(ctypes.c_int32),
+    ]
     return library
 
 

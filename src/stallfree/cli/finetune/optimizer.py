@@ -31,7 +31,11 @@ def optimizer_config(settings: FinetuneSettings) -> ZenFlowConfig:
 
 
 def build_optimizer(model: nn.Module, settings: FinetuneSettings, config: ZenFlowConfig) -> ZenFlowAdamW:
-    """AdamW on every trainable parameter; vectors (norms, biases) are not decayed."""
+    """AdamW on every trainable parameter; vectors (norms, biases) are not decayed.
+
+    Raises:
+        UsageError: if its state does not fit into memory.
+    """
     if config.channel_dim == "auto":
         config = config.replace(channel_dim=channel_dims(model))
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
@@ -40,7 +44,10 @@ def build_optimizer(model: nn.Module, settings: FinetuneSettings, config: ZenFlo
         {"params": [pair for pair in trained if pair[1].dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return ZenFlowAdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, config=config)
+    try:
+        return ZenFlowAdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, config=config)
+    except MemoryError as error:
+        raise UsageError(str(error)) from None
 
 
 def build_schedule(optimizer: ZenFlowAdamW, settings: FinetuneSettings, steps: int) -> LambdaLR:

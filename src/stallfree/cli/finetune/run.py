@@ -51,8 +51,14 @@ def finetune(settings: FinetuneSettings, *, resume: bool = False, overwrite: boo
         checkpoint_activations(model)
     training = Training(model, data, settings, config, steps, tokenizer.pad_token_id)
     saved = load_checkpoint(settings.output, data.fingerprint) if resume else None
-    with Display(steps, console) as display, StopRequest(display.note) as stop:
-        return Run(settings, training, tokenizer, data, display, stop, saved).go()
+    try:
+        with Display(steps, console) as display, StopRequest(display.note) as stop:
+            return Run(settings, training, tokenizer, data, display, stop, saved).go()
+    except torch.OutOfMemoryError as error:
+        raise UsageError(
+            f"the GPU is out of memory: halve --micro-batch ({settings.micro_batch}) and double --accumulation "
+            f"({settings.accumulation}), or add --gradient-checkpointing"
+        ) from error
 
 
 class Run:
@@ -161,6 +167,7 @@ class Run:
         (self.output / CHECKPOINT_FILE).unlink(missing_ok=True)  # nothing is left to resume
         report = write_report(self.output, self.settings, self.evaluator.prompt_text(), self.evaluator.expected_text())
         before, after = self.evaluations[0], self.evaluations[self.training.steps]
+        self.display.note(f"prompt: {self.evaluator.prompt_text()}\nbefore: {before.sample}\nafter:  {after.sample}")
         line = f"held-out loss {before.loss:.4f} -> {after.loss:.4f}"
         if before.score is not None and after.score is not None:
             line += f", score {before.score:.3f} -> {after.score:.3f}"
