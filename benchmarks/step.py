@@ -2,9 +2,10 @@
 
     python benchmarks/step.py --model 1.5b --batch 4 --seq 1024 --modes floor device stallfree:update_interval=4 zero-offload
 
-A mode is "floor", "adamw" (torch's fused AdamW on the GPU) or a preset with settings: PRESET[:NAME=VALUE,...]. Every mode has a model of
-its own; rounds of steps alternate between the modes, so that other load on the machine hits all of them. Within a round nothing
-synchronizes; a round's time is that of the whole round, and the times of single steps come from events on the device.
+A mode is "floor", "adamw" (torch's fused AdamW on the GPU) or a preset with settings: PRESET[:NAME=VALUE,...]. Every mode has
+a model of its own; rounds of steps alternate between the modes, so that other load on the machine hits all of them. Within a
+round nothing synchronizes; a round's time is that of the whole round, and the times of single steps come from events on the
+device.
 
 Columns: mean ms per step over all rounds, its ratio to the floor's, p99 / mean of single steps, stall as the optimizer reports it,
 bytes per parameter and step each way, host memory grown per parameter, device peak.
@@ -18,6 +19,7 @@ import json
 import platform
 import time
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +106,7 @@ class Mode:
             event.record()
         torch.cuda.synchronize()
         self.seconds += time.perf_counter() - start
-        self.single += [first.elapsed_time(second) for first, second in zip(events, events[1:], strict=False)]
+        self.single += [first.elapsed_time(second) for first, second in pairwise(events)]
 
     def report(self) -> dict[str, Any]:
         mean = self.seconds * 1e3 / len(self.single)
