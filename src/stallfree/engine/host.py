@@ -15,6 +15,8 @@ from stallfree.engine.blocks import Weight
 from stallfree.engine.device import adopt_weights
 from stallfree.kernels.replay import HostKernel, ReplayJob, SlotGradient
 
+Task = tuple[str, Callable[[], None]]  # whose update it is, and the work
+
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -24,7 +26,7 @@ class HostState:
     def __init__(self, weight: Weight, config: ZenFlowConfig) -> None:
         self.weight, self.config = weight, config
         shape = (weight.channels, weight.length)
-        self.master = weight.rows.to("cpu", torch.float32, copy=True).contiguous()
+        self.master = weight.rows_of(weight.param).to("cpu", torch.float32, copy=True).contiguous()
         self.exp_avg = torch.zeros(shape, dtype=MOMENTS[config.moments_dtype])
         self.exp_avg_sq = torch.zeros(shape, dtype=MOMENTS[config.moments_dtype])
         self.steps = torch.zeros(weight.channels, dtype=torch.int32)
@@ -32,7 +34,7 @@ class HostState:
 
     def reset(self) -> None:
         """As at construction, from the weights as they are now."""
-        self.master.copy_(self.weight.rows)
+        self.master.copy_(self.weight.rows_of(self.weight.param))
         for tensor in (self.exp_avg, self.exp_avg_sq, self.steps):
             tensor.zero_()
         self.deferred = torch.arange(self.weight.channels)
@@ -54,7 +56,7 @@ class HostState:
 
     def read_weights(self) -> None:
         """Take the parameter, written from outside, as the new masters of all channels."""
-        adopt_weights(self.master, self.weight.rows.to("cpu").contiguous())
+        adopt_weights(self.master, self.weight.rows_of(self.weight.param).to("cpu").contiguous())
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +64,7 @@ class HostState:
 
 
 class HostError(RuntimeError):
-    """Host work failed; the message names the parameter and holds the worker's traceback."""
+    """Host work failed; the message names the parameters and holds the worker's traceback."""
 
 
 class HostWorker:
@@ -74,30 +76,41 @@ class HostWorker:
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="stallfree-host") if overlap else None
         self._process = os.getpid()
 
-    def submit(self, name: str, work: Callable[[], None]) -> Future[None]:
-        """Do some work on the parameter `name`. The future's result() raises HostError if it failed."""
+    def submit(self, tasks: Sequence[Task]) -> list[Future[None]]:
+        """Do some tasks, one after the other. A future's result() raises HostError if its task or an earlier one failed."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 "the optimizer was built before a fork and has no threads here; build it in the process that trains"
             )
+        futures: list[Future[None]] = [Future() for _ in tasks]
 
         def run() -> None:
-            try:
-                if self.delay:
-                    self.delay("worker")
-                work()
-            except Exception as error:
-                raise HostError(f"host update of {name} failed: {error}\n{traceback.format_exc()}") from error
+            error: HostError | None = None
+            for task, future in zip(tasks, futures, strict=True):
+                if error is None:
+                    error = self._run(task)
+                if error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(error)
 
         if self._threads is not None:
-            return self._threads.submit(run)
-        done: Future[None] = Future()
-        try:
+            self._threads.submit(run)
+        else:
             run()
-            done.set_result(None)
-        except HostError as error:
-            done.set_exception(error)
-        return done
+        return futures
+
+    def _run(self, task: Task) -> HostError | None:
+        names, work = task
+        try:
+            if self.delay:
+                self.delay("worker")
+            work()
+        except Exception as error:
+            failure = HostError(f"host update of {names} failed: {error}\n{traceback.format_exc()}")
+            failure.__cause__ = error
+            return failure
+        return None
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""

@@ -5,14 +5,15 @@ On the CPU a copy is a copy. On CUDA it runs on a stream of its own; whoever nee
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from stallfree.config import ZenFlowConfig
-from stallfree.engine.blocks import Weight
+from stallfree.engine.blocks import Block
 from stallfree.engine.schedule import slot_index, slots_needed
+from stallfree.kernels.block import BlockLayout
 
 Ready = Callable[[], None]  # blocks the calling thread until a copy has arrived
 
@@ -56,13 +57,18 @@ class Link:
         while self._registered:
             torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
 
+    def staging(self, target: Tensor) -> Tensor:
+        """Where the device writes what `down` then copies to `target`. Without a device, the target itself."""
+        return target if self.stream is None else torch.empty_like(target, device=self.device)
+
     def down(self, source: Tensor, target: Tensor) -> Ready:
         """Copy a device tensor into host memory; call the result before reading it there."""
         self.bytes_down += source.nbytes
         if self.delay:
             self.delay("copy")
         if self.stream is None:
-            target.copy_(source)
+            if source.data_ptr() != target.data_ptr():
+                target.copy_(source)
             return _arrived
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
@@ -88,20 +94,29 @@ class Link:
 
 
 class Slots:
-    """One weight's ring of slots. A slot holds the deferred gradient of a call, and later the weights to publish."""
+    """One block's ring of slots. A slot holds the deferred gradients of a call, and later the weights to publish."""
 
-    def __init__(self, weight: Weight, link: Link, config: ZenFlowConfig) -> None:
-        self.config = config
-        shape = (slots_needed(config), weight.channels, weight.length)
-        self.memory = link.host_empty(shape, weight.param.dtype)
-        self.ready: list[Ready] = [_arrived] * shape[0]
+    def __init__(self, block: Block, link: Link, config: ZenFlowConfig) -> None:
+        self.config, self.link = config, link
+        self.memory = link.host_empty((slots_needed(config), block.numel), block.dtype)
+        self.ready: list[Ready] = [_arrived] * len(self.memory)
 
-    def rows(self, call: int, count: int) -> Tensor:
-        """The first `count` rows of the slot of a call: `[count, length]`."""
-        return self.memory[slot_index(call, self.config), :count]
+    def flat(self, call: int, layout: BlockLayout) -> Tensor:
+        """All deferred rows of a call, or of the window that began with it."""
+        return self.memory[slot_index(call, self.config), : layout.deferred_numel]
 
-    def fill(self, call: int, rows: Tensor, link: Link) -> None:
-        self.ready[slot_index(call, self.config)] = link.down(rows, self.rows(call, rows.shape[0]))
+    def rows(self, call: int, layout: BlockLayout, place: int) -> Tensor:
+        """The deferred rows of one weight: `[channels, length]`."""
+        return layout.deferred_rows(self.flat(call, layout), place)
+
+    def fill(self, call: int, layout: BlockLayout, places: Sequence[int], staged: Tensor) -> None:
+        """Bring the staged rows of some weights down: in one copy, if they are all of the block's."""
+        slot = slot_index(call, self.config)
+        if len(places) == len(layout.segments):
+            self.ready[slot] = self.link.down(staged, self.flat(call, layout))
+            return
+        for place in places:
+            self.ready[slot] = self.link.down(layout.deferred_rows(staged, place), self.rows(call, layout, place))
 
     def wait(self, call: int) -> None:
         self.ready[slot_index(call, self.config)]()
