@@ -10,6 +10,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -142,7 +143,7 @@ class Engine:
             self._publish_due(block)
         self._finish_call()
 
-    def _judge(self, dense: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, CallRecord]:
+    def _judge(self, dense: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, CallRecord]:
         """Skip flag and clip factor of this call, and by weight what its gradient is multiplied by, all on the device.
 
         dense: the gradients of residents. The record is the host's copy of what it needs to know.
@@ -214,10 +215,10 @@ class Engine:
             return
         half.select()
         assert half.handover is not None
-        if window.due > self.clock.call + 1:  # rounds only (lag > 1): whether anyone moves decides when the window is due
-            if not any(bool(moved.any()) for moved in half.handover.moved):
-                half.follow(half.installed)
-                return
+        rounds = window.due > self.clock.call + 1  # lag > 1: whether anyone moves decides when the window is due
+        if rounds and not any(bool(moved.any()) for moved in half.handover.moved):
+            half.follow(half.installed)
+            return
         window.hands_over = True
         window.due = min(window.due, self.clock.call + 1)  # who moves must be there when the device updates next
 
@@ -229,7 +230,7 @@ class Engine:
             if early is not None:
                 window.jobs.append(early.done)
             states = [state for state in block.weights if early is None or state.place not in early.places]
-            tasks.append((label(block), lambda window=window, states=states: self._replay_window(window, states)))
+            tasks.append((label(block), partial(self._replay_window, window, states)))
         for (_, window), done in zip(closing, self.worker.submit(tasks) if tasks else (), strict=True):
             window.jobs.append(done)
 

@@ -68,24 +68,25 @@ class ResidentGroup:
     @torch.no_grad()
     def step(self, grads: Sequence[Tensor | None], hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor) -> None:
         """AdamW where there is a gradient. factors: at least as many as there are parameters."""
-        present = [place for place, grad in enumerate(grads) if grad is not None and grad.numel()]
+        present = {place: grad for place, grad in enumerate(grads) if grad is not None and grad.numel()}
         if not present:
             return
         if self._parts:
             gradient = self._gradient
-            torch._foreach_copy_([self._parts[place] for place in present], [grads[place] for place in present])
+            torch._foreach_copy_([self._parts[place] for place in present], list(present.values()))
         else:
-            gradient = grads[0].to(self._gradient.dtype).contiguous().view(-1)
+            gradient = present[0].to(self._gradient.dtype).contiguous().view(-1)
         weights: list[Tensor | None] = [None] * len(grads)
         for place in present:
             weights[place] = self.residents[place].param.detach()
+        shown = None
         if self._scattered:
-            param, weights = weights[0], [weights[0].contiguous()]
+            shown = weights[0] = self.residents[0].param.detach().contiguous()
         state = (self.master, self.exp_avg, self.exp_avg_sq, self.steps)
         factors = factors[: len(self.residents)]
         self.kernel.adamw(self.layout, self._targets, weights, *state, gradient, hypers, factors, skip)
-        if self._scattered:
-            param.copy_(weights[0])
+        if shown is not None:
+            self.residents[0].param.copy_(shown)
 
 
 def resident_groups(residents: Sequence[Resident], kernel: BlockKernel) -> list[ResidentGroup]:

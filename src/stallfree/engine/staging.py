@@ -31,7 +31,6 @@ class Staging:
 
     # From backward
 
-    @torch.no_grad()
     def on_gradient(self, state: WeightState) -> None:
         """After each accumulation into a weight's `.grad`."""
         if self.engine.delay:
@@ -76,18 +75,21 @@ class Staging:
         if not block.missing:
             self.stage(block, grads)
 
+    @torch.no_grad()
     def stage(self, block: BlockState, grads: Sequence[Tensor | None]) -> None:
         """Replace gradients by handles: selected rows stay on the device, deferred rows go down to the next call's slot."""
         engine, half = self.engine, block.half
-        places = [place for place, grad in enumerate(grads) if grad is not None]
+        places: list[int] = []
+        dense: list[Tensor | None] = [None] * len(grads)
+        for place, grad in enumerate(grads):
+            if grad is not None:
+                weight = block.weights[place].weight
+                check_gradient(weight.param, grad, partial(getattr, weight, "name"))
+                engine.check_unmoved(weight.param)
+                dense[place] = grad.to(block.block.dtype).contiguous()
+                places.append(place)
         if not places:
             return
-        dense: list[Tensor | None] = [None] * len(grads)
-        for place in places:
-            weight, grad = block.weights[place].weight, grads[place]
-            check_gradient(weight.param, grad, lambda weight=weight: weight.name)
-            engine.check_unmoved(weight.param)
-            dense[place] = grad.to(block.block.dtype).contiguous()
         call, layout = engine.clock.call + 1, half.division.layout
         buffer = engine.link.staging(block.slots.flat(call, layout))
         half.split(dense, buffer)
@@ -126,7 +128,7 @@ class Staging:
             grad = param.grad
             if grad is None:
                 continue
-            if type(grad) is StagedGradient:
+            if isinstance(grad, StagedGradient):
                 if grad.staged.consumed and not grad.staged.zero:
                     raise RuntimeError(
                         f"the gradient of {grad.staged.weight.name} was applied by the last step(): call zero_grad(), then "
@@ -151,11 +153,13 @@ class Staging:
             if state.staged is not None:
                 self.discard(state)
             return None
-        if type(grad) is not StagedGradient or grad.staged.zero:
-            if _is_early(state):
-                self._refuse_change(state.staged or grad.staged)
-            return torch.zeros_like(param) if type(grad) is StagedGradient else grad
-        return None
+        if isinstance(grad, StagedGradient):
+            if not grad.staged.zero:
+                return None
+            grad = torch.zeros_like(param)
+        if state.staged is not None and _is_early(state):
+            self._refuse_change(state.staged)
+        return grad
 
     # For handles
 
