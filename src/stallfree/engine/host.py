@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,9 +14,8 @@ from torch import Tensor
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import Weight
 from stallfree.engine.device import adopt_weights
+from stallfree.engine.transfer import Flag
 from stallfree.kernels.replay import HostKernel, ReplayJob, SlotGradient
-
-Task = tuple[str, Callable[[], None]]  # whose update it is, and the work
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -63,6 +63,15 @@ class HostState:
         return self.master.nbytes + self.exp_avg.nbytes + self.exp_avg_sq.nbytes + self.steps.nbytes
 
 
+class Task(NamedTuple):
+    """Some host work."""
+
+    names: str  # whose update it is
+    work: Callable[[], None]
+    flag: Flag | None = None  # raised to `value` when the work is done
+    value: int = 0
+
+
 class HostError(RuntimeError):
     """Host work failed; the message names the parameters and holds the worker's traceback."""
 
@@ -70,9 +79,10 @@ class HostError(RuntimeError):
 class HostWorker:
     """Runs host work in order: on a thread beside the training thread, or at once if `overlap` is off."""
 
-    def __init__(self, kernel: HostKernel, overlap: bool) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: HostKernel, overlap: bool, on_failure: Callable[[], None]) -> None:
+        self.kernel, self.on_failure = kernel, on_failure
         self.delay: Callable[[str], None] | None = None
+        self.error: HostError | None = None  # of the first task that failed; none is begun after it
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="stallfree-host") if overlap else None
         self._process = os.getpid()
 
@@ -83,34 +93,32 @@ class HostWorker:
                 "the optimizer was built before a fork and has no threads here; build it in the process that trains"
             )
         futures: list[Future[None]] = [Future() for _ in tasks]
-
-        def run() -> None:
-            error: HostError | None = None
-            for task, future in zip(tasks, futures, strict=True):
-                if error is None:
-                    error = self._run(task)
-                if error is None:
-                    future.set_result(None)
-                else:
-                    future.set_exception(error)
-
         if self._threads is not None:
-            self._threads.submit(run)
+            self._threads.submit(self._run, tasks, futures)
         else:
-            run()
+            self._run(tasks, futures)
         return futures
 
-    def _run(self, task: Task) -> HostError | None:
-        names, work = task
+    def _run(self, tasks: Sequence[Task], futures: Sequence[Future[None]]) -> None:
+        for task, future in zip(tasks, futures, strict=True):
+            if self.error is None:
+                self._do(task)
+            if self.error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(self.error)
+
+    def _do(self, task: Task) -> None:
         try:
             if self.delay:
                 self.delay("worker")
-            work()
-        except Exception as error:
-            failure = HostError(f"host update of {names} failed: {error}\n{traceback.format_exc()}")
-            failure.__cause__ = error
-            return failure
-        return None
+            task.work()
+            if task.flag is not None:
+                task.flag.release(task.value)
+        except BaseException as error:
+            self.error = HostError(f"host update of {task.names} failed: {error}\n{traceback.format_exc()}")
+            self.error.__cause__ = error
+            self.on_failure()
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""

@@ -7,7 +7,6 @@ residents and selected channels, close windows. Nothing here decides by timing; 
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -24,7 +23,7 @@ from stallfree.engine.host import HostWorker, Task, host_cores
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
 from stallfree.engine.schedule import Clock, slots_needed
 from stallfree.engine.staging import Staging, label
-from stallfree.engine.transfer import Link
+from stallfree.engine.transfer import HostWork, link_to
 from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, written
 from stallfree.kernels import block_kernel, host_kernel
 from stallfree.kernels.device import Hyper
@@ -47,9 +46,9 @@ class Engine:
         self.config, self.read_hypers, self.read_name = config, read_hypers, read_name
         self.device = named[0][1].device
         self.kernel = block_kernel(self.device)
-        self.link = Link(self.device)
+        self.link = link_to(self.device)
         threads, cores = host_cores(config, on_gpu=self.device.type != "cpu")
-        self.worker = HostWorker(host_kernel(config.host_kernel, threads, cores), config.overlap_step)
+        self.worker = HostWorker(host_kernel(config.host_kernel, threads, cores), config.overlap_step, self.link.release_all)
         self.clock = Clock.of(config)
         self.meter = Meter(self.link)
         self.channels = Channels(self.device)
@@ -65,7 +64,7 @@ class Engine:
         self._layouts: Layouts = {}
         self._one = torch.ones((), device=self.device)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._records: Tensor | None = None
+        self._records: tuple[Tensor, Tensor] | None = None  # by call: skip flag and factors; on the device, the host
         self._process = os.getpid()
         self.adopt(named)
 
@@ -79,7 +78,10 @@ class Engine:
             self.residents.update({state.resident.param: state for state in group.states})
         if split:
             self.channels.extend(split)
-        for block in build_blocks(split, self.config):
+        blocks = build_blocks(split, self.config)
+        if blocks:
+            self.link.reserve(blocks)
+        for block in blocks:
             half = SelectedState(block, self.channels, self.kernel, self._layouts)
             self.blocks.append(BlockState(block, half, self.link, self.config))
             self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
@@ -94,8 +96,9 @@ class Engine:
                     alive.on_gradient(state)
 
             self._hooks.append(weight.param.register_post_accumulate_grad_hook(arrived))
-        # Records of earlier calls keep the memory they were written to.
-        self._records = self.link.host_empty((slots_needed(self.config) + 1, 1 + len(self.weights)), torch.float32)
+        # Records of earlier calls keep their memory. A row is used again when its call's windows have been published.
+        shape = (slots_needed(self.config) + 1, 1 + len(self.weights))
+        self._records = (torch.empty(shape, device=self.device), self.link.host_empty(shape, torch.float32))
 
     @property
     def delay(self) -> Callable[[str], None] | None:
@@ -116,7 +119,8 @@ class Engine:
         weights.notice_writes(self)
         self.clock.tick(max(hyper.lr for hyper in hypers.values()))
         try:
-            self._update(hypers)
+            with self.link.device_guard():
+                self._update(hypers)
         except BaseException as error:
             self.failed = error
             raise
@@ -164,12 +168,12 @@ class Engine:
         if self.config.max_grad_norm is not None:
             clip = torch.where(finite, (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0), clip)
         factors = clip if scales is None else clip * scales
-        values = torch.cat([skip.float().view(1), factors.expand(len(self.weights))])
+        assert self._records is not None
+        values, slot = (records[self.clock.call % len(records)] for records in self._records)
+        torch.cat([skip.float().view(1), factors.expand(len(self.weights))], out=values)
         if staged and self.config.topk_ratio:
             channels.update_scores(scales, present, self.config.score_decay, skip)
         self.meter.judge(norm, skip, [gradient.weight for gradient in staged], channels)
-        assert self._records is not None
-        slot = self._records[self.clock.call % len(self._records)]
         return skip, clip, values[1:], CallRecord(slot, self.link.down(values, slot))
 
     def _scales(self) -> Tensor | None:
@@ -227,12 +231,12 @@ class Engine:
         tasks: list[Task] = []
         for block, window in closing:
             early, block.early = block.early, None
-            if early is not None:
-                window.jobs.append(early.done)
+            window.work = HostWork([] if early is None else [early.done], block.flag, block.flag.next() if block.flag else 0)
             states = [state for state in block.weights if early is None or state.place not in early.places]
-            tasks.append((label(block), partial(self._replay_window, window, states)))
+            work = partial(self._replay_window, window, states)
+            tasks.append(Task(label(block), work, window.work.flag, window.work.value))
         for (_, window), done in zip(closing, self.worker.submit(tasks) if tasks else (), strict=True):
-            window.jobs.append(done)
+            window.work.done.append(done)
 
     def _replay_window(self, window: Window, states: Sequence[WeightState]) -> None:
         first, layout = window.calls[0].call, window.division.layout
@@ -243,7 +247,7 @@ class Engine:
 
     def run(self, state: WeightState, job: ReplayJob) -> None:
         """Do one job now, after whatever the worker has still to do."""
-        (done,) = self.worker.submit([(state.weight.name, lambda: self.worker.kernel.replay(job))])
+        (done,) = self.worker.submit([Task(state.weight.name, lambda: self.worker.kernel.replay(job))])
         done.result()
 
     # Host -> publish -> weights
@@ -253,19 +257,15 @@ class Engine:
         last = max((place for place, window in enumerate(block.queue) if window.due <= self.clock.call), default=-1)
         for _ in range(last + 1):
             window = block.queue.pop(0)
-            self.wait(window)
-            division = window.division
+            division, calls = window.division, [collected.call for collected in window.calls]
             if len(window.dropped) < len(block.weights):
                 params = [None if place in window.dropped else param for place, param in enumerate(block.params)]
-                values = self.link.up(block.slots.flat(window.calls[0].call, division.layout))
-                self.kernel.publish(division.layout, division.targets, params, values)
+                with self.link.up(block.slots.flat(calls[0], division.layout), window.work) as (values, arrived):
+                    self.kernel.publish(division.layout, division.targets, params, values)
+                block.slots.free(calls, arrived)
             if window.hands_over:
+                self.link.wait(window.work)
                 self.install(block)
-
-    def wait(self, window: Window) -> None:
-        start = time.perf_counter()
-        window.wait()
-        self.meter.stall_seconds += time.perf_counter() - start
 
     def install(self, block: BlockState) -> None:
         """Move the state of leaving channels to the host and of arriving ones to the device, and show the selected masters."""
@@ -300,6 +300,9 @@ class Engine:
             ) from self.failed
         if self.paused is not None:
             raise RuntimeError(self.paused)
+        if self.worker.error is not None:
+            self.failed = self.worker.error
+            raise self.worker.error
 
     def check_unmoved(self, param: nn.Parameter) -> None:
         """Refuse a gradient of a parameter that is another one than it was."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from stallfree.engine import weights
 from stallfree.engine.gradient import Staged, StagedGradient
+from stallfree.engine.host import Task
 from stallfree.engine.window import BlockState, Early, WeightState
 from stallfree.kernels.device import Hyper
 
@@ -91,9 +92,8 @@ class Staging:
         if not places:
             return
         call, layout = engine.clock.call + 1, half.division.layout
-        buffer = engine.link.staging(block.slots.flat(call, layout))
-        half.split(dense, buffer)
-        block.slots.fill(call, layout, places, buffer)
+        with engine.link.device_guard():
+            block.slots.fill(call, layout, places, partial(half.split, dense))
         for place in places:
             state = block.weights[place]
             state.staged = staged = Staged(state.weight, call, self)
@@ -115,7 +115,7 @@ class Staging:
                 gradient = state.gradient(call, division, hyper, 1.0)
                 engine.worker.kernel.replay(state.host.job([gradient], 0.0, gradient.grad))
 
-        (done,) = engine.worker.submit([(label(block), work)])
+        (done,) = engine.worker.submit([Task(label(block), work)])
         block.early = Early(frozenset(state.place for state in states), done)
 
     # In step()
@@ -207,9 +207,8 @@ class Staging:
         grads: list[Tensor | None] = [None] * len(block.weights)
         grads[state.place] = total.to(staged.weight.dtype).contiguous()
         layout = block.half.division.layout
-        buffer = engine.link.staging(block.slots.flat(call, layout))
-        block.half.split(grads, buffer)
-        block.slots.fill(call, layout, [state.place], buffer)
+        with engine.link.device_guard():
+            block.slots.fill(call, layout, [state.place], partial(block.half.split, grads))
         staged.factor, staged.zero, staged.consumed, staged.call = None, False, False, call
         state.staged = staged
 
@@ -226,7 +225,10 @@ class Staging:
         rows = staged.weight.rows_of(full)
         slots.wait(staged.call)
         rows.index_copy_(0, division.selected[place], division.layout.selected_rows(block.half.gradient, place))
-        rows.index_copy_(0, division.deferred[place], self.engine.link.up(slots.rows(staged.call, division.layout, place)))
+        link = self.engine.link
+        with link.device_guard(), link.up(slots.rows(staged.call, division.layout, place)) as (deferred, _):
+            shape = (-1, staged.weight.length)
+            rows.index_copy_(0, division.deferred[place], deferred.view(shape))
         return full if staged.factor is None else full.mul_(staged.factor)
 
 

@@ -69,7 +69,7 @@ def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
         into[param].update(header)
     for block in engine.blocks:
         for window in block.queue:
-            window.wait()
+            window.work.wait()
         for state in block.weights:
             into[state.weight.param].update(header | _export_weight(block, state))
 
@@ -136,7 +136,7 @@ def load(engine: Engine, groups: list[dict[str, Any]], state_dict: dict[str, Any
     params = _match(engine, groups, state_dict)
     for block in engine.blocks:  # what is under way belongs to the state that is given up
         for window in block.queue:
-            window.wait()
+            window.work.wait()
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
     first = next(iter(params.values()))

@@ -14,7 +14,7 @@ from stallfree.engine.device import Division, SelectedState
 from stallfree.engine.gradient import Staged
 from stallfree.engine.host import HostState
 from stallfree.engine.schedule import BlockSchedule
-from stallfree.engine.transfer import Link, Ready, Slots
+from stallfree.engine.transfer import HostWork, Link, Ready, Slots
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import SlotGradient
 
@@ -102,21 +102,17 @@ class Window:
     lookahead: float
     division: Division  # of its gradients; it publishes the deferred channels
     hands_over: bool = False
-    jobs: list[Future[None]] = field(default_factory=list)
+    work: HostWork = field(default_factory=HostWork)  # its replay
     dropped: set[int] = field(default_factory=set)  # weights whose publish an outside write made void
-
-    def wait(self) -> None:
-        for job in self.jobs:
-            job.result()
 
 
 class BlockState:
-    """A block: both halves, its slots, its schedule, its open window and those on their way to the publish."""
+    """A block: both halves, its slots and flag, its schedule, its open window and those on their way to the publish."""
 
     def __init__(self, block: Block, half: SelectedState, link: Link, config: ZenFlowConfig) -> None:
         self.block, self.half = block, half
         self.weights = [WeightState(weight, self, place, config) for place, weight in enumerate(block.weights)]
-        self.slots = Slots(block, link, config)
+        self.slots, self.flag = Slots(block, link, config), link.flag()
         self.schedule = BlockSchedule(block.phase)
         self.open: list[CollectedCall] = []
         self.queue: list[Window] = []

@@ -20,13 +20,11 @@ class Meter:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.stall_seconds = 0.0  # so far: the launching thread waited for host work
         self.restages = 0
         self.norm: Tensor | None = None
         self.skipped: Tensor | None = None  # calls, int64 on the device
         self._judged: tuple[Sequence[Weight], Tensor, Tensor] | None = None  # with gradient; deferred, all: [weights] fp64
-        self._before = (0.0, 0, 0)
-        self._last = (0.0, 0, 0)
+        self._before = self._last = (0, 0)  # bytes down and up: in all before this call, and in the last one
 
     def judge(self, norm: Tensor, skip: Tensor, present: Sequence[Weight], channels: Channels) -> None:
         """Of one call: the gradient norm, the skip flag, the weights that have a gradient, and the squared channel norms."""
@@ -35,9 +33,10 @@ class Meter:
         self._judged = (present, channels.deferred_totals(), channels.totals()) if present else None
 
     def finish_call(self) -> None:
-        now = (self.stall_seconds, self.link.bytes_down, self.link.bytes_up)
-        self._last = (now[0] - self._before[0], now[1] - self._before[1], now[2] - self._before[2])
+        now = (self.link.bytes_down, self.link.bytes_up)
+        self._last = (now[0] - self._before[0], now[1] - self._before[1])
         self._before = now
+        self.link.stalls.finish_call()
 
     def rho(self) -> tuple[float | None, dict[str, float]]:
         """Share of the squared gradient norm in deferred channels, in the last call: over all weights, and by kind."""
@@ -54,14 +53,14 @@ class Meter:
     def report(self) -> dict[str, Any]:
         """Waits for the device. Times in ms, sizes in bytes."""
         rho, by_kind = self.rho()
-        stall, down, up = self._last
+        (stall_total, stall), (down, up) = self.link.stalls.read(), self._last
         return {
             "grad_norm": None if self.norm is None else float(self.norm),
             "skipped_steps": 0 if self.skipped is None else int(self.skipped),
             "rho": rho,
             "rho_by_kind": by_kind,
             "stall_ms": stall * 1e3,
-            "stall_ms_total": self.stall_seconds * 1e3,
+            "stall_ms_total": stall_total * 1e3,
             "bytes_down": down,
             "bytes_up": up,
             "bytes_down_total": self.link.bytes_down,
