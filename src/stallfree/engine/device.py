@@ -14,6 +14,8 @@ from stallfree.engine.channels import Channels
 from stallfree.kernels.block import BlockKernel, BlockLayout, Segment, Targets, targets
 from stallfree.kernels.device import Hyper
 
+ALIGNMENT = 64  # elements
+
 Layouts = dict[tuple[Segment, ...], BlockLayout]
 
 
@@ -31,12 +33,13 @@ class Division:
         return cls(layout, targets(layout, selected, deferred), tuple(selected), tuple(deferred))
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Handover:
     """Channels on the move between a selection and the next call, in places of the device state that change hands."""
 
     division: Division  # from the next gradient on
     moved: tuple[Tensor, ...]  # by weight: [places] bool
+    numbers: Tensor | None = None  # both, as they go down
 
 
 class SelectedState:
@@ -49,9 +52,9 @@ class SelectedState:
         self.chosen = self._layout([weight.selected_count for weight in block.weights], layouts)
         for layout in {self.nobody, self.chosen}:
             kernel.warm_up(layout, block.dtype)
-        self.master = torch.empty(self.chosen.selected_numel, device=self.device)
-        self.exp_avg, self.exp_avg_sq = torch.empty_like(self.master), torch.empty_like(self.master)
-        self.steps = torch.zeros(self.chosen.places, dtype=torch.int32, device=self.device)
+        self._stride = -(-self.chosen.selected_numel // ALIGNMENT) * ALIGNMENT
+        self.memory = torch.zeros(3 * self._stride + self.chosen.places, device=self.device)
+        self.master, self.exp_avg, self.exp_avg_sq, self.steps = self.parts(self.memory)
         self.gradient = torch.empty(self.chosen.selected_numel, dtype=block.dtype, device=self.device)
         self.reset()
 
@@ -60,6 +63,12 @@ class SelectedState:
         if segments not in layouts:  # blocks of equal geometry share one
             layouts[segments] = BlockLayout(segments, self.device)
         return layouts[segments]
+
+    def parts(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Master, exp_avg, exp_avg_sq (flat, fp32) and steps (int32) in memory of the state's form."""
+        numel, stride = self.chosen.selected_numel, self._stride
+        first, second, third, steps = memory.split([stride, stride, stride, self.chosen.places])
+        return first[:numel], second[:numel], third[:numel], steps.view(torch.int32)
 
     def reset(self) -> None:
         """As at construction: every channel is deferred."""
@@ -106,15 +115,15 @@ class SelectedState:
             params = self.block.params
             self.kernel.adamw(layout, self.installed.targets, params, *state, self.gradient, hypers, factors, skip)
 
-    def show(self, place: int) -> None:
-        """Write a weight's selected masters into its parameter."""
+    def show(self) -> None:
+        """Write the masters of selected channels into the parameters."""
         if self.installed.layout.places:
-            param = self.block.weights[place].param
-            rows = self.installed.layout.segments[place].rows(param)
-            rows.index_copy_(0, self.installed.selected[place], self.rows(self.master, place).to(param.dtype))
+            for place, weight in enumerate(self.block.weights):
+                rows = self.installed.layout.segments[place].rows(weight.param)
+                rows.index_copy_(0, self.installed.selected[place], self.rows(self.master, place).to(weight.dtype))
 
     def select(self) -> None:
-        """Choose the channels of the next window; state moves at the next call (`install` of the pipeline)."""
+        """Choose the channels of the next window; state moves at the next call (`Exchange`)."""
         selected, deferred, moves = [], [], []
         for place, weight in enumerate(self.block.weights):
             count, held = weight.selected_count, self.installed.selected[place]
@@ -138,7 +147,7 @@ class SelectedState:
 
     @property
     def nbytes(self) -> int:
-        flats = (self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.gradient, self.squares, self.score)
+        flats = (self.memory, self.gradient, self.squares, self.score)
         return sum(flat.nbytes for flat in flats)
 
 

@@ -59,6 +59,10 @@ class HostState:
         adopt_weights(self.master, self.weight.rows_of(self.weight.param).to("cpu").contiguous())
 
     @property
+    def flats(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.master, self.exp_avg, self.exp_avg_sq
+
+    @property
     def nbytes(self) -> int:
         return self.master.nbytes + self.exp_avg.nbytes + self.exp_avg_sq.nbytes + self.steps.nbytes
 

@@ -79,10 +79,10 @@ class Engine:
         if split:
             self.channels.extend(split)
         blocks = build_blocks(split, self.config)
+        halves = [SelectedState(block, self.channels, self.kernel, self._layouts) for block in blocks]
         if blocks:
-            self.link.reserve(blocks)
-        for block in blocks:
-            half = SelectedState(block, self.channels, self.kernel, self._layouts)
+            self.link.reserve([max(half.block.numel * half.block.dtype.itemsize, half.memory.nbytes) for half in halves])
+        for block, half in zip(blocks, halves, strict=True):
             self.blocks.append(BlockState(block, half, self.link, self.config))
             self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
         for _, param in named:
@@ -223,7 +223,8 @@ class Engine:
         if rounds and not any(bool(moved.any()) for moved in half.handover.moved):
             half.follow(half.installed)
             return
-        window.hands_over = True
+        assert block.exchange is not None
+        window.hands_over, window.merge = True, block.exchange.send()
         window.due = min(window.due, self.clock.call + 1)  # who moves must be there when the device updates next
 
     def _replay(self, closing: Sequence[tuple[BlockState, Window]]) -> None:
@@ -244,6 +245,8 @@ class Engine:
             gradients = tuple(state.gradients(window.calls, window.division))
             out = state.block.slots.rows(first, layout, state.place)
             self.worker.kernel.replay(state.host.job(gradients, window.lookahead, out))
+        if window.merge is not None:
+            window.merge()
 
     def run(self, state: WeightState, job: ReplayJob) -> None:
         """Do one job now, after whatever the worker has still to do."""
@@ -264,28 +267,10 @@ class Engine:
                     self.kernel.publish(division.layout, division.targets, params, values)
                 block.slots.free(calls, arrived)
             if window.hands_over:
-                self.link.wait(window.work)
-                self.install(block)
-
-    def install(self, block: BlockState) -> None:
-        """Move the state of leaving channels to the host and of arriving ones to the device, and show the selected masters."""
-        half, link = block.half, self.link
-        if half.handover is None:
-            return
-        division, held = half.handover.division, half.installed.selected
-        moved = [mask.nonzero().flatten() for mask in half.handover.moved]
-        if half.installed.layout.places:
-            for state, places, channels in zip(block.weights, moved, held, strict=True):
-                leaving = link.fetch(channels[places])
-                for ours, theirs in state.halves():
-                    theirs[leaving] = link.fetch(ours[places]).to(theirs.dtype)
-        half.follow(division)
-        for state, places, channels in zip(block.weights, moved, division.selected, strict=True):
-            arriving = link.fetch(channels[places])
-            for ours, theirs in state.halves():
-                ours[places] = link.send(theirs[arriving].to(ours.dtype))
-            state.host.deferred = link.fetch(division.deferred[state.place])
-            half.show(state.place)
+                if block.half.handover is not None:
+                    assert block.exchange is not None
+                    block.exchange.receive(window.work)
+                block.half.show()
 
     def mark_written(self) -> None:
         """What the weights hold now was written by this engine."""

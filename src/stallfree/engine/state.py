@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stallfree.engine.device import Division, Handover
+from stallfree.engine.device import Division
 from stallfree.engine.pipeline import Engine
 from stallfree.engine.residents import ResidentState
 from stallfree.engine.weights import notice_writes
@@ -68,8 +68,7 @@ def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     for param in engine.residents:
         into[param].update(header)
     for block in engine.blocks:
-        for window in block.queue:
-            window.work.wait()
+        block.settle()
         for state in block.weights:
             into[state.weight.param].update(header | _export_weight(block, state))
 
@@ -98,8 +97,6 @@ def _export_weight(block: BlockState, state: WeightState) -> dict[str, Any]:
     }
     if held.numel() and host.exp_avg.dtype != torch.float32:  # the host's room would round the device's moments
         exported["selected_moments"] = torch.stack((half.rows(half.exp_avg, place), half.rows(half.exp_avg_sq, place)))
-    if half.handover is not None:
-        exported["handover"] = {"selected": half.handover.division.selected[place], "moved": half.handover.moved[place]}
     return exported
 
 
@@ -135,8 +132,7 @@ def load(engine: Engine, groups: list[dict[str, Any]], state_dict: dict[str, Any
     engine.check_usable()
     params = _match(engine, groups, state_dict)
     for block in engine.blocks:  # what is under way belongs to the state that is given up
-        for window in block.queue:
-            window.work.wait()
+        block.settle()
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
     first = next(iter(params.values()))
@@ -246,12 +242,10 @@ def _load_block(engine: Engine, block: BlockState, params: dict[nn.Parameter, di
 def _load_half(block: BlockState, entries: list[dict[str, Any]]) -> None:
     half = block.half
     half.retention = [None] * len(entries)
-    handovers = [saved["handover"] for saved in entries if "handover" in saved]
-    handover = None
-    if handovers:
-        moved = tuple(saved["moved"].to(half.device) for saved in handovers)
-        handover = Handover(_division(block, [saved["selected"] for saved in handovers]), moved)
-    half.follow(_division(block, [saved["selected"] for saved in entries]), handover)
+    half.follow(_division(block, [saved["selected"] for saved in entries]))
+    if block.exchange:
+        held = [saved["selected"].to("cpu", copy=True) for saved in entries]
+        block.exchange.selected = held if half.installed.layout.places else []
 
 
 def _division(block: BlockState, selected: list[Tensor]) -> Division:

@@ -37,6 +37,11 @@ def _arrived() -> None:
     """A copy that is done when it returns."""
 
 
+def ring_bytes(sizes: Sequence[int]) -> int:
+    """Of each direction's staging memory, when copies have these sizes."""
+    return max(max(sizes, default=0), min(STAGING_BYTES, 2 * sum(sizes)))
+
+
 class Flag:
     """A word in host memory that streams wait for. It only rises."""
 
@@ -118,8 +123,8 @@ class Link:
         """Whatever enqueues copies does so inside."""
         return nullcontext()
 
-    def reserve(self, blocks: Sequence[Block]) -> None:
-        """Make room for copies of these blocks."""
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Make room for copies of so many bytes, all of which are under way at once if possible."""
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that the device can reach."""
@@ -128,11 +133,6 @@ class Link:
     def flag(self) -> Flag | None:
         """What the device waits for, if it is the device that waits."""
         return None
-
-    def fetch(self, source: Tensor) -> Tensor:
-        """A host copy of a small device tensor; waits for it."""
-        self.bytes_down += source.nbytes
-        return source.to("cpu")
 
     def send(self, source: Tensor) -> Tensor:
         """A device copy of a small host tensor."""
@@ -196,9 +196,8 @@ class DeviceLink(Link):
     def device_guard(self) -> AbstractContextManager[object]:
         return self.streams.device_guard()
 
-    def reserve(self, blocks: Sequence[Block]) -> None:
-        sizes = [block.numel * block.dtype.itemsize for block in blocks]
-        needed = max(*sizes, min(STAGING_BYTES, 2 * sum(sizes)))
+    def reserve(self, sizes: Sequence[int]) -> None:
+        needed = ring_bytes(sizes)
         if self._rings is None or self._rings[0].size < needed:
             self.streams.synchronize()  # at construction, or when parameters join
             down, up = (torch.empty(needed, dtype=torch.uint8, device=self.device) for _ in range(2))

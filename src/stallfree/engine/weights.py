@@ -42,10 +42,8 @@ def _publish(engine: Engine, block: BlockState, values: Tensor) -> None:
 
 def _finish(engine: Engine, block: BlockState) -> None:
     """Bring a block's state up to date with every gradient so far, publishing nothing."""
-    for window in block.queue:
-        engine.link.wait(window.work)
-    if any(window.hands_over for window in block.queue):
-        engine.install(block)
+    block.settle()
+    block.half.show()
     block.queue.clear()
     for state in block.weights:
         _replay_now(engine, state, block.open)
@@ -87,8 +85,8 @@ def exact_weights(engine: Engine) -> Iterator[None]:
 
 
 def _show_exact(engine: Engine, block: BlockState) -> None:
-    for window in block.queue:
-        engine.link.wait(window.work)
+    block.settle()
+    block.half.show()
     values, division = _host_rows(block), block.half.installed
     for state in block.weights:
         out = division.layout.deferred_rows(values, state.place)
@@ -143,8 +141,8 @@ def _absorb(engine: Engine, state: WeightState) -> None:
     """As after a synchronous step: every gradient so far is in the moments, and the written weights are the masters."""
     param, block, place = state.weight.param, state.block, state.place
     if state.restored is None or not torch.equal(param.detach().cpu(), state.restored):
+        block.settle()
         for window in block.queue:
-            engine.link.wait(window.work)
             window.dropped.add(place)
         _replay_now(engine, state, block.open)
         block.open = [collected.without(place) for collected in block.open]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import Block, Weight
 from stallfree.engine.device import Division, SelectedState
+from stallfree.engine.exchange import Exchange
 from stallfree.engine.gradient import Staged
 from stallfree.engine.host import HostState
 from stallfree.engine.schedule import BlockSchedule
@@ -101,7 +102,8 @@ class Window:
     due: int
     lookahead: float
     division: Division  # of its gradients; it publishes the deferred channels
-    hands_over: bool = False
+    hands_over: bool = False  # its publish shows the channels that have arrived on the device
+    merge: Callable[[], None] | None = None  # what the worker does about them after the replay
     work: HostWork = field(default_factory=HostWork)  # its replay
     dropped: set[int] = field(default_factory=set)  # weights whose publish an outside write made void
 
@@ -110,8 +112,10 @@ class BlockState:
     """A block: both halves, its slots and flag, its schedule, its open window and those on their way to the publish."""
 
     def __init__(self, block: Block, half: SelectedState, link: Link, config: ZenFlowConfig) -> None:
-        self.block, self.half = block, half
+        self.block, self.half, self.link = block, half, link
         self.weights = [WeightState(weight, self, place, config) for place, weight in enumerate(block.weights)]
+        hosts = [state.host for state in self.weights]
+        self.exchange = Exchange(half, hosts, link) if half.chosen.places else None
         self.slots, self.flag = Slots(block, link, config), link.flag()
         self.schedule = BlockSchedule(block.phase)
         self.open: list[CollectedCall] = []
@@ -127,12 +131,27 @@ class BlockState:
     def params(self) -> list[nn.Parameter]:
         return self.block.params
 
+    @property
+    def host_nbytes(self) -> int:
+        exchange = self.exchange.nbytes if self.exchange else 0
+        return sum(state.host.nbytes for state in self.weights) + self.slots.nbytes + exchange
+
     def reset(self) -> None:
         """As at construction, from the weights as they are now."""
         self.half.reset()
+        if self.exchange:
+            self.exchange.selected = []
         for state in self.weights:
             state.host.reset()
             state.passes_expected = None
+
+    def settle(self) -> None:
+        """Wait for host work, and bring the halves up to date with it. The weights stay as they are."""
+        for window in self.queue:
+            self.link.wait(window.work)
+        if self.half.handover is not None:
+            assert self.exchange is not None
+            self.exchange.receive(HostWork())
 
     def expect(self) -> None:
         """Begin to wait for the gradients of the next call: of those weights that had one in this call."""
