@@ -5,10 +5,10 @@ import time
 
 import pytest
 import torch
-from eager import EagerStreams, use
 from histories import Call, History, Player, assert_identical, histories, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from streams import use
 
 from stallfree import ZenFlowConfig
 from stallfree.engine.host import HostError
@@ -42,12 +42,15 @@ def test_the_asynchronous_path_gives_the_same_bits(monkeypatch, history, rule):
 def test_delays_change_no_bit_there_either(monkeypatch, history, seed):
     rnd = random.Random(seed)
 
+    def pause() -> None:
+        time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 1e-3]))
+
     def slowly(player: Player) -> None:
-        player.optimizer.engine.delay = lambda where: time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 1e-3]))
+        player.optimizer.engine.delay = lambda where: pause()
 
     expected = run(history)
     with monkeypatch.context() as patch:
-        use(patch)
+        use(patch, pause)
         assert_identical(run(history, prepare=slowly), expected)
 
 
@@ -94,26 +97,29 @@ def test_closing_releases_every_wait(monkeypatch):
     engine = player.optimizer.engine
     flags = [block.flag for block in engine.blocks]
     streams = engine.link.streams
-    player.close()
     for flag in flags:
         streams.wait_value(streams.to_device, flag.address, flag.value + 100)
+    player.close()  # waits for both streams
     assert not streams.registered
 
 
-class Recorder(EagerStreams):
-    """Remembers which events what is enqueued on a stream comes after."""
+class Mark:
+    """An event, and those that had happened before it."""
+
+    def __init__(self, behind) -> None:
+        self.behind = {self, *behind}
+
+
+class Recorder:
+    """Streams that only remember which events each comes after."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.behind: dict[str, set[int]] = {}
-        self.events = []  # kept, so that an id means one event
+        self.behind: dict[str, set[Mark]] = {}
 
-    def record(self, stream, **kwargs):
-        self.events.append(super().record(stream, **kwargs))
-        self.events[-1].behind = {id(self.events[-1]), *self.behind.get(stream, ())}
-        return self.events[-1]
+    def record(self, stream: str) -> Mark:
+        return Mark(self.behind.get(stream, ()))
 
-    def wait(self, stream, event) -> None:
+    def wait(self, stream: str, event: Mark) -> None:
         self.behind.setdefault(stream, set()).update(event.behind)
 
 
@@ -130,6 +136,6 @@ def test_ring_memory_is_written_again_only_after_its_last_use(takes, size):
         start = share.memory.data_ptr() - memory.data_ptr() if nbytes else 0
         assert (share.memory.numel(), start % Ring.ALIGNMENT) == (nbytes, 0)
         for event in used[start : start + nbytes]:
-            assert event is None or id(event) in streams.behind.get(stream, ())
+            assert event is None or event in streams.behind.get(stream, ())
         ring.give_back(share, streams.record("copies"))
         used[start : start + nbytes] = [share.used] * nbytes

@@ -14,7 +14,7 @@ from torch import Tensor
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import Weight
 from stallfree.engine.device import adopt_weights
-from stallfree.engine.transfer import Flag
+from stallfree.engine.transfer import Flag, Link
 from stallfree.kernels.replay import HostKernel, ReplayJob, SlotGradient
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -83,11 +83,13 @@ class HostError(RuntimeError):
 class HostWorker:
     """Runs host work in order: on a thread beside the training thread, or at once if `overlap` is off."""
 
-    def __init__(self, kernel: HostKernel, overlap: bool, on_failure: Callable[[], None]) -> None:
-        self.kernel, self.on_failure = kernel, on_failure
+    def __init__(self, kernel: HostKernel, overlap: bool, link: Link) -> None:
+        self.kernel, self.link = kernel, link
         self.delay: Callable[[str], None] | None = None
         self.error: HostError | None = None  # of the first task that failed; none is begun after it
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="stallfree-host") if overlap else None
+        self._threads = (
+            ThreadPoolExecutor(1, thread_name_prefix="stallfree-host", initializer=link.enter_thread) if overlap else None
+        )
         self._process = os.getpid()
 
     def submit(self, tasks: Sequence[Task]) -> list[Future[None]]:
@@ -122,7 +124,7 @@ class HostWorker:
         except BaseException as error:
             self.error = HostError(f"host update of {task.names} failed: {error}\n{traceback.format_exc()}")
             self.error.__cause__ = error
-            self.on_failure()
+            self.link.release_all()
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""

@@ -48,7 +48,7 @@ class Engine:
         self.kernel = block_kernel(self.device)
         self.link = link_to(self.device)
         threads, cores = host_cores(config, on_gpu=self.device.type != "cpu")
-        self.worker = HostWorker(host_kernel(config.host_kernel, threads, cores), config.overlap_step, self.link.release_all)
+        self.worker = HostWorker(host_kernel(config.host_kernel, threads, cores), config.overlap_step, self.link)
         self.clock = Clock.of(config)
         self.meter = Meter(self.link)
         self.channels = Channels(self.device)
@@ -138,7 +138,7 @@ class Engine:
             present = tuple(hypers[state.weight.param] if state.staged is not None else None for state in block.weights)
             first = block.weights[0].weight.key
             block.half.step(present, factors[first : first + len(present)], skip)
-            block.open.append(CollectedCall(self.clock.call, record, present))
+            block.open.append(CollectedCall(self.clock.call, record, block.slots.arrival(self.clock.call), present))
             block.schedule.collect()
             if block.schedule.closes(self.clock):
                 closing.append((block, self._close(block)))

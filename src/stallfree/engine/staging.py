@@ -108,9 +108,11 @@ class Staging:
             return
         weights.notice_writes(engine)
         hypers, call, division = engine.read_hypers(), engine.clock.call + 1, block.half.division
+        arrived = block.slots.arrival(call)
         tasks = [(state, hypers[state.weight.param]) for state in states]
 
         def work() -> None:
+            arrived()
             for state, hyper in tasks:
                 gradient = state.gradient(call, division, hyper, 1.0)
                 engine.worker.kernel.replay(state.host.job([gradient], 0.0, gradient.grad))
@@ -223,7 +225,7 @@ class Staging:
         division, slots = block.half.division, block.slots
         full = torch.empty_like(staged.weight.param, memory_format=torch.contiguous_format)
         rows = staged.weight.rows_of(full)
-        slots.wait(staged.call)
+        slots.arrival(staged.call)()
         rows.index_copy_(0, division.selected[place], division.layout.selected_rows(block.half.gradient, place))
         link = self.engine.link
         with link.device_guard(), link.up(slots.rows(staged.call, division.layout, place)) as (deferred, _):

@@ -104,7 +104,7 @@ def _export_slot(collected: CollectedCall, state: WeightState) -> dict[str, Any]
     hyper, slots = collected.hypers[state.place], state.block.slots
     slot: dict[str, Any] = {"call": collected.call, "hyper": None if hyper is None else list(hyper)}
     if hyper is not None:
-        slots.wait(collected.call)
+        collected.arrived()
         slot["skipped"] = collected.record.skipped
         slot["factor"] = collected.record.factor(state.weight.key)
         slot["grad"] = slots.rows(collected.call, state.block.half.division.layout, state.place)
@@ -288,9 +288,8 @@ def _load_call(engine: Engine, block: BlockState, slots: tuple[dict[str, Any], .
             values[1 + state.weight.key] = slot["factor"]
             block.slots.rows(slot["call"], block.half.division.layout, state.place).copy_(slot["grad"])
     record = CallRecord(values, lambda: None)
-    return CollectedCall(
-        slots[0]["call"], record, tuple(None if slot["hyper"] is None else Hyper(*slot["hyper"]) for slot in slots)
-    )
+    hypers = tuple(None if slot["hyper"] is None else Hyper(*slot["hyper"]) for slot in slots)
+    return CollectedCall(slots[0]["call"], record, lambda: None, hypers)
 
 
 def _load_window(block: BlockState, parts: tuple[dict[str, Any], ...]) -> Window:
@@ -305,7 +304,7 @@ def _load_window(block: BlockState, parts: tuple[dict[str, Any], ...]) -> Window
         block.slots.rows(first, division.layout, state.place).copy_(part["published"])
     record = CallRecord(torch.ones(1), lambda: None)
     return Window(
-        calls=[CollectedCall(first, record, (None,) * len(parts))],
+        calls=[CollectedCall(first, record, lambda: None, (None,) * len(parts))],
         due=parts[0]["due"],
         lookahead=0.0,
         division=division,

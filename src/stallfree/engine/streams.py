@@ -59,7 +59,12 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.to_host, self.to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        _driver()
+        self._context = ctypes.c_void_p()
+        _call("cuStreamGetCtx", self.to_host.cuda_stream, ctypes.byref(self._context))
+
+    def enter_thread(self) -> None:
+        """A new thread has no context, which the driver's calls need."""
+        _call("cuCtxSetCurrent", self._context)
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Inside, the driver's calls are about this device."""
@@ -101,6 +106,8 @@ _HANDLE, _ADDRESS = ctypes.c_void_p, ctypes.c_uint64
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyAsync": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _HANDLE),
     "cuStreamWaitValue32_v2": (_HANDLE, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
+    "cuStreamGetCtx": (_HANDLE, ctypes.POINTER(_HANDLE)),
+    "cuCtxSetCurrent": (_HANDLE,),
     "cuStreamWaitEvent": (_HANDLE, _HANDLE, ctypes.c_uint),
     "cuEventCreate": (ctypes.POINTER(_HANDLE), ctypes.c_uint),
     "cuEventDestroy_v2": (_HANDLE,),

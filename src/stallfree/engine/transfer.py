@@ -174,6 +174,9 @@ class Link:
         if self.delay:
             self.delay("copy")
 
+    def enter_thread(self) -> None:
+        """To be called by a thread before it waits for copies."""
+
     def release_all(self) -> None:
         """Let nothing on the device wait for the host any more."""
 
@@ -254,6 +257,9 @@ class DeviceLink(Link):
             self.stalls.add_pair(begin, streams.record(current, timing=True))
         yield share.memory.view(source.dtype), arrived
         self._rings[1].give_back(share, streams.record(current))
+
+    def enter_thread(self) -> None:
+        self.streams.enter_thread()
 
     def release_all(self) -> None:
         for flag in self._flags:
@@ -354,8 +360,9 @@ class Slots:
                     source = layout.deferred_rows(staged, place)
                     self.ready[slot] = self.link.down(source, self.rows(call, layout, place), after)
 
-    def wait(self, call: int) -> None:
-        self.ready[slot_index(call, self.config)]()
+    def arrival(self, call: int) -> Ready:
+        """Waits until what was last brought down for this call is there."""
+        return self.ready[slot_index(call, self.config)]
 
     def free(self, calls: Sequence[int], after: Event | None) -> None:
         """The slots of these calls may be filled again once the event has happened."""

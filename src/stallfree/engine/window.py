@@ -46,11 +46,11 @@ class WeightState:
         for collected in calls:
             hyper = collected.hypers[self.place]
             if hyper is not None and not collected.record.skipped:
+                collected.arrived()
                 yield self.gradient(collected.call, division, hyper, collected.record.factor(self.weight.key))
 
     def gradient(self, call: int, division: Division, hyper: Hyper, factor: float) -> SlotGradient:
-        """The deferred gradient of one call. Waits for its copy."""
-        self.block.slots.wait(call)
+        """The deferred gradient of one call, which has arrived."""
         lr = hyper.lr * self.host.config.deferred_lr_scale
         rows = self.block.slots.rows(call, division.layout, self.place)
         return SlotGradient(rows, lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, factor)
@@ -78,12 +78,13 @@ class CollectedCall:
 
     call: int
     record: CallRecord
+    arrived: Ready  # the slot's: as of this call, because the slot may have been filled again when the worker asks
     hypers: tuple[Hyper | None, ...]  # by weight of the block; None: no gradient in that call
 
     def without(self, place: int) -> CollectedCall:
         """The same, with one weight's gradient taken out."""
         hypers = tuple(None if other == place else hyper for other, hyper in enumerate(self.hypers))
-        return CollectedCall(self.call, self.record, hypers)
+        return CollectedCall(self.call, self.record, self.arrived, hypers)
 
 
 @dataclass(frozen=True, slots=True)
