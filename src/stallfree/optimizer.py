@@ -174,14 +174,13 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """Numbers of the last step; waits for the device. rho: share of squared gradient norm in deferred channels.
         retention: share of a selection that the last one kept. Times in ms, sizes in bytes."""
         engine = self.engine
-        retention, by_kind = mean_by_kind([(w.weight.kind, w.selected.retention) for w in engine.weights.values()])
+        retention, by_kind = mean_by_kind([(w.weight.kind, w.block.half.retention[w.place]) for w in engine.weights.values()])
         return {
             "call": engine.clock.call,
             "interval": engine.clock.interval,
             "warming_up": engine.clock.warming,
-            "host_bytes": sum(w.host.nbytes + w.slots.nbytes for w in engine.weights.values()),
-            "device_bytes": sum(w.selected.nbytes for w in engine.weights.values())
-            + sum(12 * p.numel() for p in engine.residents),
+            "host_bytes": sum(block.host_nbytes for block in engine.blocks),
+            "device_bytes": sum(b.half.nbytes for b in engine.blocks) + sum(12 * p.numel() for p in engine.residents),
             **engine.meter.report(),
             "retention": retention,
             "retention_by_kind": by_kind,

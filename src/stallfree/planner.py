@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import nn
 
 from stallfree.config import ZenFlowConfig
-from stallfree.engine.blocks import classify
+from stallfree.engine.blocks import Block, build_blocks, classify
 from stallfree.engine.schedule import slots_needed
+from stallfree.engine.transfer import ring_bytes
 
 GIB = 1 << 30
 
@@ -22,22 +23,26 @@ class Plan:
     residents: int  # parameters updated whole on the device, elements
     host_state: int
     host_slots: int
+    host_exchange: int
     device_state: int
+    device_staging: int
 
     @property
     def host(self) -> int:
-        return self.host_state + self.host_slots
+        return self.host_state + self.host_slots + self.host_exchange
 
     @property
     def device(self) -> int:
-        return self.device_state
+        return self.device_state + self.device_staging
 
     def table(self) -> str:
         rows = [
             ("host memory: master, exp_avg, exp_avg_sq", self.host_state),
             ("host memory: slots for gradients in flight", self.host_slots),
+            ("host memory: channels that change hands", self.host_exchange),
             ("host memory in all", self.host),
             ("device memory: state of selected channels and residents", self.device_state),
+            ("device memory: copies under way", self.device_staging),
         ]
         return "\n".join(f"  {label:<58}{size / GIB:9.3f} GiB" for label, size in rows)
 
@@ -46,15 +51,27 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
     """Needs no memory: works for parameters on the meta device too."""
     residents, weights = classify(named, config)
     moment = 4 if config.moments_dtype == "float32" else 2
-    state = slots = device = numel = 0
+    state = slots = exchange = device = numel = 0
     for weight in weights:
         size = weight.param.numel()
         numel += size
         state += size * (4 + 2 * moment) + 4 * weight.channels
         slots += slots_needed(config) * size * weight.param.element_size()
-        device += weight.selected_count * (12 * weight.length + 4) + 4 * weight.channels
+        selected = weight.selected_count * (12 * weight.length + 4)
+        if weight.selected_count:
+            exchange += selected + 4 * (weight.selected_count + weight.channels)
+        device += selected + weight.selected_count * weight.length * weight.param.element_size() + 8 * weight.channels
+    staging = 0
+    if weights and weights[0].param.device.type != "cpu":
+        staging = 2 * ring_bytes([_copied_bytes(block) for block in build_blocks(weights, config)])
     resident = sum(item.param.numel() for item in residents)
-    return Plan(numel, resident, state, slots, device + 12 * resident)
+    return Plan(numel, resident, state, slots, exchange, device + 12 * resident, staging)
+
+
+def _copied_bytes(block: Block) -> int:
+    """The largest copy that a block makes: of its gradients, or of the state of its selected channels."""
+    selected = sum(weight.selected_count * (12 * weight.length + 4) for weight in block.weights)
+    return max(block.numel * block.dtype.itemsize, selected)
 
 
 def available_host_bytes() -> int:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
+from stallfree.kernels.block import Segment
 
 TABLE_NAMES = re.compile(r"embed|wte|wpe|word_embeddings|lookup|lm_head", re.IGNORECASE)
 TABLE_ROWS, TABLE_RATIO = 8192, 8  # an unnamed parameter with that many rows, that many times its columns, is a table too
@@ -27,12 +28,12 @@ class Resident:
     name: str
 
     def __post_init__(self) -> None:
-        self.shape, self.dtype = self.param.shape, self.param.dtype
+        self.shape, self.dtype, self.contiguous = self.param.shape, self.param.dtype, self.param.is_contiguous()
 
 
 @dataclass(eq=False)
 class Weight:
-    """A parameter split by channels: the selected ones live on the device, the deferred ones on the host."""
+    """A contiguous parameter split by channels: the selected ones live on the device, the deferred ones on the host."""
 
     param: nn.Parameter
     name: str
@@ -41,10 +42,14 @@ class Weight:
     key: int  # place among all weights; keys the stochastic rounding
 
     def __post_init__(self) -> None:
-        self.kind = kind_of(self.name, self.param)
-        self.shape, self.dtype = self.param.shape, self.param.dtype
-        self.rows = self.rows_of(self.param)  # a view that lives as long as the parameter's memory does
-        self.channels, self.length = self.rows.shape
+        self.kind, self.contiguous = kind_of(self.name, self.param), True
+        self.shape, self.dtype, self.numel = self.param.shape, self.param.dtype, self.param.numel()
+        self.channels = self.shape[0] if self.channel_dim == 0 else self.numel // self.shape[0]
+        self.length = self.numel // self.channels
+
+    def segment(self, selected: int) -> Segment:
+        """The weight as device kernels see it, when the device holds this many of its channels."""
+        return Segment(self.channels, self.length, self.channel_dim, selected)
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """Channel-major view `[channels, length]` of a tensor shaped like the parameter (a copy if no view exists)."""
@@ -58,14 +63,15 @@ class Weight:
 
 @dataclass(eq=False)
 class Block:
-    """Weights whose windows open and close together."""
+    """Weights of one dtype whose windows open and close together."""
 
     weights: list[Weight]
     phase: int = 0
     numel: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.numel = sum(weight.param.numel() for weight in self.weights)
+        self.numel = sum(weight.numel for weight in self.weights)
+        self.dtype = self.weights[0].dtype
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -124,7 +130,7 @@ def classify(
     weights: list[Weight] = []
     for name, param in named:
         small = param.dim() < 2 or param.numel() < max(config.min_numel, 1)
-        if not small and _viewable(param):
+        if not small and param.is_contiguous():
             axis = channel_dim_of(name, param, config.channel_dim)
             channels = param.shape[0] if axis == 0 else param.numel() // param.shape[0]
             selected = round(config.topk_ratio * channels)
@@ -136,16 +142,16 @@ def classify(
 
 
 def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block]:
-    """Neighbouring weights of one layer, up to `block_numel` elements; phases share the elements out evenly."""
+    """Neighbouring weights of one layer and dtype, up to `block_numel` elements; phases share the elements out evenly."""
     blocks: list[Block] = []
-    layer: str | None = None
+    shared: tuple[str, torch.dtype] | None = None  # what a block's weights have in common
     members: list[Weight] = []
     for weight in weights:
-        numel = sum(member.param.numel() for member in members) + weight.param.numel()
-        if members and (_layer(weight.name) != layer or numel > config.block_numel):
+        mine = (_layer(weight.name), weight.dtype)
+        if members and (mine != shared or sum(member.numel for member in members) + weight.numel > config.block_numel):
             blocks.append(Block(members))
             members = []
-        layer = _layer(weight.name)
+        shared = mine
         members.append(weight)
     if members:
         blocks.append(Block(members))
@@ -161,15 +167,6 @@ def _layer(name: str) -> str:
     """The name up to its first number: parameters of one layer share it."""
     found = re.match(r"(.*?\.)?\d+(?=\.)", name)
     return found.group(0) if found else ""
-
-
-def _viewable(param: Tensor) -> bool:
-    """Whether the memory allows an `[out, -1]` view; a channels_last convolution does not, and is updated whole."""
-    try:
-        param.detach().view(param.shape[0], -1)
-    except RuntimeError:
-        return False
-    return True
 
 
 def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:

@@ -1,126 +1,154 @@
-"""The device half: fp32 state of residents and of selected channels, on the parameter's device."""
+"""The device half of a block: fp32 state of its selected channels, on the parameters' device."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stallfree.config import ZenFlowConfig
 from stallfree.engine import selection
-from stallfree.engine.blocks import Resident, Weight
-from stallfree.kernels.device import DeviceKernel, Hyper
+from stallfree.engine.blocks import Block
+from stallfree.engine.channels import Channels
+from stallfree.kernels.block import BlockKernel, BlockLayout, Segment, Targets, targets
+from stallfree.kernels.device import Hyper
+
+ALIGNMENT = 64  # elements
+
+Layouts = dict[tuple[Segment, ...], BlockLayout]
 
 
-class ResidentState:
-    """AdamW of a whole parameter."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Division:
+    """Who owns which channels of a block's weights."""
 
-    def __init__(self, resident: Resident) -> None:
-        self.resident = resident
-        param = resident.param.detach()
-        self.shape = param.shape
-        self.master = param.to(torch.float32, copy=True).reshape(1, -1).contiguous()
-        self.exp_avg = torch.zeros_like(self.master)
-        self.exp_avg_sq = torch.zeros_like(self.master)
-        self.steps = torch.zeros(1, dtype=torch.int32, device=param.device)
+    layout: BlockLayout
+    targets: Targets
+    selected: tuple[Tensor, ...]  # by weight: [places] int64, the channel of each place
+    deferred: tuple[Tensor, ...]  # by weight: [channels - places] int64, ascending
 
-    def reset(self) -> None:
-        """As at construction, from the parameter as it is now."""
-        self.master.copy_(self.resident.param.detach().reshape(1, -1))
-        for tensor in (self.exp_avg, self.exp_avg_sq, self.steps):
-            tensor.zero_()
-
-    def step(self, kernel: DeviceKernel, grad: Tensor, hyper: Hyper, factor: Tensor, skip: Tensor) -> None:
-        kernel.adamw(self.master, self.exp_avg, self.exp_avg_sq, self.steps, grad.reshape(1, -1), hyper, factor, skip)
-        self.show()
-
-    def show(self) -> None:
-        """Write the master into the parameter."""
-        self.resident.param.detach().copy_(self.master.view(self.shape))
-
-    def read_weights(self) -> None:
-        """Take the parameter, written from outside, as the new master."""
-        adopt_weights(self.master, self.resident.param.detach().reshape(1, -1))
+    @classmethod
+    def of(cls, layout: BlockLayout, selected: Sequence[Tensor], deferred: Sequence[Tensor]) -> Division:
+        return cls(layout, targets(layout, selected, deferred), tuple(selected), tuple(deferred))
 
 
-class Split(NamedTuple):
-    """A division of a weight's channels."""
-
-    selected: Tensor  # [places] int64, the channel of each place
-    deferred: Tensor  # [channels - places] int64, ascending
-
-
-class Handover(NamedTuple):
+@dataclass(eq=False, slots=True)
+class Handover:
     """Channels on the move between a selection and the next call, in places of the device state that change hands."""
 
-    split: Split  # the division from the next gradient on
-    moved: Tensor  # [places] bool
+    division: Division  # from the next gradient on
+    moved: tuple[Tensor, ...]  # by weight: [places] bool
+    numbers: Tensor | None = None  # both, as they go down
 
 
 class SelectedState:
-    """AdamW of a weight's selected channels, and the scores that choose them."""
+    """AdamW of a block's selected channels: flat buffers, in the order of the division's layout."""
 
-    def __init__(self, weight: Weight, kernel: DeviceKernel, config: ZenFlowConfig) -> None:
-        self.weight, self.kernel, self.config = weight, kernel, config
-        device = weight.param.device
-        count, length = weight.selected_count, weight.length
-        self.master = torch.empty(count, length, dtype=torch.float32, device=device)
-        self.exp_avg = torch.empty_like(self.master)
-        self.exp_avg_sq = torch.empty_like(self.master)
-        self.steps = torch.zeros(count, dtype=torch.int32, device=device)
-        self.score = torch.zeros(weight.channels, dtype=torch.float32, device=device)
+    def __init__(self, block: Block, channels: Channels, kernel: BlockKernel, layouts: Layouts) -> None:
+        self.block, self.channels, self.kernel = block, channels, kernel
+        self.device = block.params[0].device
+        self.nobody = self._layout([0] * len(block.weights), layouts)
+        self.chosen = self._layout([weight.selected_count for weight in block.weights], layouts)
+        for layout in {self.nobody, self.chosen}:
+            kernel.warm_up(layout, block.dtype)
+        self._stride = -(-self.chosen.selected_numel // ALIGNMENT) * ALIGNMENT
+        self.memory = torch.zeros(3 * self._stride + self.chosen.places, device=self.device)
+        self.master, self.exp_avg, self.exp_avg_sq, self.steps = self.parts(self.memory)
+        self.gradient = torch.empty(self.chosen.selected_numel, dtype=block.dtype, device=self.device)
         self.reset()
+
+    def _layout(self, selected: Sequence[int], layouts: Layouts) -> BlockLayout:
+        segments = tuple(weight.segment(count) for weight, count in zip(self.block.weights, selected, strict=True))
+        if segments not in layouts:  # blocks of equal geometry share one
+            layouts[segments] = BlockLayout(segments, self.device)
+        return layouts[segments]
+
+    def parts(self, memory: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Master, exp_avg, exp_avg_sq (flat, fp32) and steps (int32) in memory of the state's form."""
+        numel, stride = self.chosen.selected_numel, self._stride
+        first, second, third, steps = memory.split([stride, stride, stride, self.chosen.places])
+        return first[:numel], second[:numel], third[:numel], steps.view(torch.int32)
 
     def reset(self) -> None:
         """As at construction: every channel is deferred."""
-        device = self.weight.param.device
-        nobody = torch.empty(0, dtype=torch.int64, device=device)
-        self.installed = Split(nobody, torch.arange(self.weight.channels, device=device))  # whose state is here
-        self.handover: Handover | None = None
-        self.retention: Tensor | None = None
+        none = torch.empty(0, dtype=torch.int64, device=self.device)
+        every = [torch.arange(weight.channels, device=self.device) for weight in self.block.weights]
+        self.retention: list[Tensor | None] = [None] * len(every)
         self.score.zero_()
+        self.follow(Division.of(self.nobody, [none] * len(every), every))
+
+    def follow(self, installed: Division, handover: Handover | None = None) -> None:
+        """Adopt a division: whose state is here, and who is on the move."""
+        self.installed, self.handover = installed, handover
+        self.division = handover.division if handover else installed  # which gradients follow
+        self.channels.of(self.channels.deferred, *self._ends).copy_(self.division.targets.rows < 0)
 
     @property
-    def split(self) -> Split:
-        """The division that gradients follow."""
-        return self.handover.split if self.handover else self.installed
+    def _ends(self) -> tuple:
+        return self.block.weights[0], self.block.weights[-1]
 
-    def score_gradient(self, squares: Tensor, skip: Tensor) -> None:
-        selection.update_score(self.score, squares, self.config.score_decay, skip)
+    @property
+    def squares(self) -> Tensor:
+        return self.channels.of(self.channels.squares, *self._ends)
 
-    def step(self, grad: Tensor, hyper: Hyper, factor: Tensor, skip: Tensor) -> None:
-        """AdamW of the selected channels, visible to the next forward pass. grad: `[places, length]`."""
-        if grad.shape[0]:
-            self.kernel.adamw(self.master, self.exp_avg, self.exp_avg_sq, self.steps, grad, hyper, factor, skip)
-            self.show()
+    @property
+    def score(self) -> Tensor:
+        return self.channels.of(self.channels.score, *self._ends)
+
+    def rows(self, flat: Tensor, place: int) -> Tensor:
+        """A weight's part of `master`, `exp_avg`, `exp_avg_sq` or `gradient`: `[places, length]`; empty before a selection."""
+        return self.installed.layout.selected_rows(flat, place)
+
+    def split(self, grads: Sequence[Tensor | None], deferred: Tensor) -> None:
+        """Take gradients apart: norms and selected rows stay here, deferred rows go to `deferred`."""
+        layout = self.division.layout
+        selected = self.gradient[: layout.selected_numel]
+        self.kernel.split(layout, self.division.targets, grads, self.squares, selected, deferred)
+        self.channels.changed()
+
+    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor) -> None:
+        """AdamW of the selected channels of weights that have hypers, visible to the next forward pass."""
+        layout = self.installed.layout
+        if layout.places and any(hypers):
+            state = (self.master, self.exp_avg, self.exp_avg_sq, self.steps)
+            params = self.block.params
+            self.kernel.adamw(layout, self.installed.targets, params, *state, self.gradient, hypers, factors, skip)
 
     def show(self) -> None:
-        """Write the masters of the selected channels into the parameter."""
-        if self.installed.selected.numel():
-            self.kernel.scatter(self.weight.rows, self.installed.selected, self.master)
+        """Write the masters of selected channels into the parameters."""
+        if self.installed.layout.places:
+            for place, weight in enumerate(self.block.weights):
+                rows = self.installed.layout.segments[place].rows(weight.param)
+                rows.index_copy_(0, self.installed.selected[place], self.rows(self.master, place).to(weight.dtype))
 
     def select(self) -> None:
-        """Choose the channels of the next window; state moves at the next call (`install` of the pipeline)."""
-        count = self.weight.selected_count
-        chosen = selection.choose(self.score, count)
-        held = self.installed.selected
-        if held.numel():
-            selected, moved = selection.rearrange(held, chosen)
-            self.retention = 1 - moved.float().mean()
-        else:
-            selected = selection.first_places(chosen, count)
-            moved = torch.ones_like(selected, dtype=torch.bool)
-        deferred = selection.first_places(~chosen, self.weight.channels - count)
-        self.handover = Handover(Split(selected, deferred), moved)
+        """Choose the channels of the next window; state moves at the next call (`Exchange`)."""
+        selected, deferred, moves = [], [], []
+        for place, weight in enumerate(self.block.weights):
+            count, held = weight.selected_count, self.installed.selected[place]
+            chosen = selection.choose(self.nobody.channels_of(self.score, place), count)
+            if len(held):
+                channels, moved = selection.rearrange(held, chosen)
+                self.retention[place] = 1 - moved.float().mean()
+            else:
+                channels = selection.first_places(chosen, count)
+                moved = torch.ones_like(channels, dtype=torch.bool)
+            selected.append(channels)
+            moves.append(moved)
+            deferred.append(selection.first_places(~chosen, weight.channels - count))
+        self.follow(self.installed, Handover(Division.of(self.chosen, selected, deferred), tuple(moves)))
 
-    def read_weights(self) -> None:
-        if self.installed.selected.numel():
-            adopt_weights(self.master, self.weight.rows[self.installed.selected])
+    def read_weights(self, place: int) -> None:
+        """Take a parameter, written from outside, as the new masters of its selected channels."""
+        if self.installed.layout.places:
+            rows = self.installed.layout.segments[place].rows(self.block.weights[place].param)
+            adopt_weights(self.rows(self.master, place), rows[self.installed.selected[place]])
 
     @property
     def nbytes(self) -> int:
-        return 3 * self.master.nbytes + self.steps.nbytes + self.score.nbytes
+        flats = (self.memory, self.gradient, self.squares, self.score)
+        return sum(flat.nbytes for flat in flats)
 
 
 def adopt_weights(master: Tensor, weights: Tensor) -> None:

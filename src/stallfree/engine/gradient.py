@@ -21,6 +21,14 @@ aten = torch.ops.aten
 class Owner(Protocol):
     """The engine, as a staged gradient sees it."""
 
+    def norm(self, staged: Staged) -> Tensor:
+        """L2 norm before `factor`: a scalar on the device."""
+        ...
+
+    def scaled(self, factor: Tensor | None, by: Tensor | float) -> Tensor:
+        """The product, a scalar on the device."""
+        ...
+
     def check_scalable(self, staged: Staged) -> None: ...
 
     def restage(self, staged: Staged, grad: Tensor) -> None: ...
@@ -31,10 +39,10 @@ class Owner(Protocol):
 class Staged:
     """One weight's gradient of one call: selected rows on the device, deferred rows in a slot."""
 
+    __slots__ = ("_owner", "call", "consumed", "factor", "weight", "zero")
+
     def __init__(self, weight: Weight, call: int, owner: Owner) -> None:
         self.weight, self.call, self._owner = weight, call, owner
-        self.squares: Tensor  # [channels] fp32, before `factor`
-        self.selected: Tensor  # [selected, length], the gradient's dtype
         self.factor: Tensor | None = None  # what user code multiplied the gradient by since
         self.zero = False  # zeroed by user code, and nothing added since
         self.consumed = False  # applied by step(); only zero_grad() may follow
@@ -43,20 +51,14 @@ class Staged:
         """L2 norm of the whole gradient: fp32 scalar on the device."""
         if self.zero:
             return torch.zeros((), device=self.weight.param.device)
-        norm = self.squares.sum().sqrt()
+        norm = self._owner.norm(self)
         return norm if self.factor is None else norm * self.factor.abs()
-
-    def scaled_squares(self) -> Tensor:
-        """Squared channel norms of the gradient as it stands in `.grad` now: `[channels]`."""
-        return self.squares if self.factor is None else self.squares * self.factor.square()
 
     def scale(self, factor: Tensor | float) -> None:
         self._owner.check_scalable(self)
-        factor = torch.as_tensor(factor, dtype=torch.float32, device=self.weight.param.device)
-        if factor.numel() != 1:
+        if isinstance(factor, Tensor) and factor.numel() != 1:
             raise RuntimeError(_way_out(self, "scaling by anything but a single number"))
-        factor = factor.reshape(())
-        self.factor = factor.clone() if self.factor is None else self.factor * factor
+        self.factor = self._owner.scaled(self.factor, factor)
 
     def add(self, grad: Tensor) -> None:
         self._owner.restage(self, grad)

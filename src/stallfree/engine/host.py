@@ -6,6 +6,7 @@ import os
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import Weight
 from stallfree.engine.device import adopt_weights
+from stallfree.engine.transfer import Flag, Link
 from stallfree.kernels.replay import HostKernel, ReplayJob, SlotGradient
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -24,7 +26,7 @@ class HostState:
     def __init__(self, weight: Weight, config: ZenFlowConfig) -> None:
         self.weight, self.config = weight, config
         shape = (weight.channels, weight.length)
-        self.master = weight.rows.to("cpu", torch.float32, copy=True).contiguous()
+        self.master = weight.rows_of(weight.param).to("cpu", torch.float32, copy=True).contiguous()
         self.exp_avg = torch.zeros(shape, dtype=MOMENTS[config.moments_dtype])
         self.exp_avg_sq = torch.zeros(shape, dtype=MOMENTS[config.moments_dtype])
         self.steps = torch.zeros(weight.channels, dtype=torch.int32)
@@ -32,7 +34,7 @@ class HostState:
 
     def reset(self) -> None:
         """As at construction, from the weights as they are now."""
-        self.master.copy_(self.weight.rows)
+        self.master.copy_(self.weight.rows_of(self.weight.param))
         for tensor in (self.exp_avg, self.exp_avg_sq, self.steps):
             tensor.zero_()
         self.deferred = torch.arange(self.weight.channels)
@@ -54,50 +56,75 @@ class HostState:
 
     def read_weights(self) -> None:
         """Take the parameter, written from outside, as the new masters of all channels."""
-        adopt_weights(self.master, self.weight.rows.to("cpu").contiguous())
+        adopt_weights(self.master, self.weight.rows_of(self.weight.param).to("cpu").contiguous())
+
+    @property
+    def flats(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.master, self.exp_avg, self.exp_avg_sq
 
     @property
     def nbytes(self) -> int:
         return self.master.nbytes + self.exp_avg.nbytes + self.exp_avg_sq.nbytes + self.steps.nbytes
 
 
+class Task(NamedTuple):
+    """Some host work."""
+
+    names: str  # whose update it is
+    work: Callable[[], None]
+    flag: Flag | None = None  # raised to `value` when the work is done
+    value: int = 0
+
+
 class HostError(RuntimeError):
-    """Host work failed; the message names the parameter and holds the worker's traceback."""
+    """Host work failed; the message names the parameters and holds the worker's traceback."""
 
 
 class HostWorker:
     """Runs host work in order: on a thread beside the training thread, or at once if `overlap` is off."""
 
-    def __init__(self, kernel: HostKernel, overlap: bool) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: HostKernel, overlap: bool, link: Link) -> None:
+        self.kernel, self.link = kernel, link
         self.delay: Callable[[str], None] | None = None
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="stallfree-host") if overlap else None
+        self.error: HostError | None = None  # of the first task that failed; none is begun after it
+        self._threads = (
+            ThreadPoolExecutor(1, thread_name_prefix="stallfree-host", initializer=link.enter_thread) if overlap else None
+        )
         self._process = os.getpid()
 
-    def submit(self, name: str, work: Callable[[], None]) -> Future[None]:
-        """Do some work on the parameter `name`. The future's result() raises HostError if it failed."""
+    def submit(self, tasks: Sequence[Task]) -> list[Future[None]]:
+        """Do some tasks, one after the other. A future's result() raises HostError if its task or an earlier one failed."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 "the optimizer was built before a fork and has no threads here; build it in the process that trains"
             )
-
-        def run() -> None:
-            try:
-                if self.delay:
-                    self.delay("worker")
-                work()
-            except Exception as error:
-                raise HostError(f"host update of {name} failed: {error}\n{traceback.format_exc()}") from error
-
+        futures: list[Future[None]] = [Future() for _ in tasks]
         if self._threads is not None:
-            return self._threads.submit(run)
-        done: Future[None] = Future()
+            self._threads.submit(self._run, tasks, futures)
+        else:
+            self._run(tasks, futures)
+        return futures
+
+    def _run(self, tasks: Sequence[Task], futures: Sequence[Future[None]]) -> None:
+        for task, future in zip(tasks, futures, strict=True):
+            if self.error is None:
+                self._do(task)
+            if self.error is None:
+                future.set_result(None)
+            else:
+                future.set_exception(self.error)
+
+    def _do(self, task: Task) -> None:
         try:
-            run()
-            done.set_result(None)
-        except HostError as error:
-            done.set_exception(error)
-        return done
+            if self.delay:
+                self.delay("worker")
+            task.work()
+            if task.flag is not None:
+                task.flag.release(task.value)
+        except BaseException as error:
+            self.error = HostError(f"host update of {task.names} failed: {error}\n{traceback.format_exc()}")
+            self.error.__cause__ = error
+            self.link.release_all()
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""

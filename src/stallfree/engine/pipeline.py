@@ -1,18 +1,15 @@
 """One training step, in the order data flows: gradients -> slots -> host -> publish -> weights.
 
-The order inside a call is DESIGN's: judge the gradients, publish what is due and install arriving channels, update residents
-and selected channels, close windows. Nothing here decides by timing; waiting is the only thing that timing may cause.
+The order inside a call is the update rule's: judge the gradients, publish what is due and install arriving channels, update
+residents and selected channels, close windows. Nothing here decides by timing; waiting is the only thing that timing may cause.
 """
 
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +17,16 @@ from torch import Tensor, nn
 from stallfree.config import ZenFlowConfig
 from stallfree.engine import weights
 from stallfree.engine.blocks import build_blocks, classify
-from stallfree.engine.device import ResidentState
-from stallfree.engine.gradient import Staged, StagedGradient
-from stallfree.engine.host import HostWorker, host_cores
+from stallfree.engine.channels import Channels
+from stallfree.engine.device import Layouts, SelectedState
+from stallfree.engine.host import HostWorker, Task, host_cores
+from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
 from stallfree.engine.schedule import Clock, slots_needed
-from stallfree.engine.transfer import Link
+from stallfree.engine.staging import Staging, label
+from stallfree.engine.transfer import HostWork, link_to
 from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, written
-from stallfree.kernels import host_kernel
-from stallfree.kernels.device import Hyper, TorchDevice
+from stallfree.kernels import block_kernel, host_kernel
+from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import ReplayJob
 from stallfree.telemetry.meter import Meter
 
@@ -46,20 +45,26 @@ class Engine:
     ) -> None:
         self.config, self.read_hypers, self.read_name = config, read_hypers, read_name
         self.device = named[0][1].device
-        self.kernel = TorchDevice()
-        self.link = Link(self.device)
+        self.kernel = block_kernel(self.device)
+        self.link = link_to(self.device)
         threads, cores = host_cores(config, on_gpu=self.device.type != "cpu")
-        self.worker = HostWorker(host_kernel(config.host_kernel, threads, cores), config.overlap_step)
+        self.worker = HostWorker(host_kernel(config.host_kernel, threads, cores), config.overlap_step, self.link)
         self.clock = Clock.of(config)
         self.meter = Meter(self.link)
+        self.channels = Channels(self.device)
+        self.staging = Staging(self)
         self.residents: dict[nn.Parameter, ResidentState] = {}
         self.weights: dict[nn.Parameter, WeightState] = {}
         self.blocks: list[BlockState] = []
-        self.resident_seen: dict[nn.Parameter, tuple[int, int]] = {}
+        self.managed: dict[nn.Parameter, int] = {}  # place in `seen`
+        self.seen: list[tuple[int, int]] = []  # what `written` said when this engine wrote last
         self.paused: str | None = None  # why step() is refused now
         self.failed: BaseException | None = None
+        self._groups: list[ResidentGroup] = []
+        self._layouts: Layouts = {}
+        self._one = torch.ones((), device=self.device)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._records: Tensor | None = None
+        self._records: tuple[Tensor, Tensor] | None = None  # by call: skip flag and factors; on the device, the host
         self._process = os.getpid()
         self.adopt(named)
 
@@ -68,22 +73,32 @@ class Engine:
     def adopt(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Take parameters under management: at construction, with a new group, or when a frozen one starts to train."""
         residents, split = classify(named, self.config, first_key=len(self.weights))
-        for resident in residents:
-            self.residents[resident.param] = ResidentState(resident)
-            self.resident_seen[resident.param] = written(resident.param)
-        engine = weakref.ref(self)
+        for group in resident_groups(residents, self.kernel):
+            self._groups.append(group)
+            self.residents.update({state.resident.param: state for state in group.states})
+        if split:
+            self.channels.extend(split)
+        blocks = build_blocks(split, self.config)
+        halves = [SelectedState(block, self.channels, self.kernel, self._layouts) for block in blocks]
+        if blocks:
+            self.link.reserve([max(half.block.numel * half.block.dtype.itemsize, half.memory.nbytes) for half in halves])
+        for block, half in zip(blocks, halves, strict=True):
+            self.blocks.append(BlockState(block, half, self.link, self.config))
+            self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
+        for _, param in named:
+            self.managed[param] = len(self.seen)
+            self.seen.append(written(param))
+        staging = weakref.ref(self.staging)
         for weight in split:
-            state = self.weights[weight.param] = WeightState(weight, self.kernel, self.link, self.config)
 
-            def arrived(param: Tensor, state: WeightState = state) -> None:
-                if (alive := engine()) is not None:
+            def arrived(param: Tensor, state: WeightState = self.weights[weight.param]) -> None:
+                if (alive := staging()) is not None:
                     alive.on_gradient(state)
 
             self._hooks.append(weight.param.register_post_accumulate_grad_hook(arrived))
-        for block in build_blocks(split, self.config):
-            self.blocks.append(BlockState(block, [self.weights[weight.param] for weight in block.weights]))
-        # Records of earlier calls keep the memory they were written to.
-        self._records = self.link.host_empty((slots_needed(self.config) + 1, 1 + len(self.weights)), torch.float32)
+        # Records of earlier calls keep their memory. A row is used again when its call's windows have been published.
+        shape = (slots_needed(self.config) + 1, 1 + len(self.weights))
+        self._records = (torch.empty(shape, device=self.device), self.link.host_empty(shape, torch.float32))
 
     @property
     def delay(self) -> Callable[[str], None] | None:
@@ -94,237 +109,149 @@ class Engine:
     def delay(self, sleep: Callable[[str], None] | None) -> None:
         self.link.delay = self.worker.delay = sleep
 
-    # Gradients -> slots
-
-    @torch.no_grad()
-    def on_gradient(self, state: WeightState) -> None:
-        """After each accumulation into a weight's `.grad`: stage it, if no further pass is expected before the next call."""
-        if self.delay:
-            self.delay("hook")
-        param = state.weight.param
-        if isinstance(param.grad, StagedGradient):
-            state.passes_seen += 1  # it was added to what is staged already
-            return
-        if state.staged is not None:  # zero_grad() discarded it
-            self._discard(state)
-        state.passes_seen += 1
-        if state.passes_seen >= (state.passes_expected or 1) and param.grad is not None:
-            self._stage(state, param.grad)
-
-    def _discard(self, state: WeightState) -> None:
-        if state.early is not None:
-            raise RuntimeError(
-                f"the gradient of {state.weight.name} was discarded after its update had begun: update_in_backward (preset "
-                "stronghold) cannot take an update back; call step() after every backward, or use preset zero-offload"
-            )
-        state.staged, state.passes_seen = None, 0
-
-    def _stage(self, state: WeightState, grad: Tensor) -> None:
-        """Replace a gradient by a handle: selected rows stay on the device, deferred rows go down to the next call's slot."""
-        weight = state.weight
-        check_gradient(weight.param, grad, lambda: weight.name)
-        if weight.param.data_ptr() != state.seen[0]:
-            weights.check_unmoved(self, weight.param)
-        staged = Staged(weight, self.clock.call + 1, self)
-        split = state.selected.split
-        staged.squares, staged.selected, deferred = self.kernel.split(weight.rows_of(grad), split.selected, split.deferred)
-        state.slots.fill(staged.call, deferred, self.link)
-        state.staged = staged
-        weight.param.grad = StagedGradient(staged)
-        if self.config.update_in_backward and state.passes_expected is not None:
-            self._replay_early(state, staged)
-
-    def _replay_early(self, state: WeightState, staged: Staged) -> None:
-        if written(state.weight.param) != state.seen:
-            weights.notice_writes(self)
-        hyper = self.read_hypers()[state.weight.param]
-
-        def work() -> None:
-            out = state.slots.rows(staged.call, len(state.host.deferred))
-            self.worker.kernel.replay(state.host.job([state.gradient(staged.call, hyper, 1.0)], 0.0, out))
-
-        state.early = self.worker.submit(state.weight.name, work)
-
-    def restage(self, staged: Staged, grad: Tensor) -> None:
-        """Another backward pass adds to a staged gradient, in the gradient's dtype, as `.grad += grad` would."""
-        state = self.weights[staged.weight.param]
-        if staged.consumed and not staged.zero:
-            raise RuntimeError(
-                f"the gradient of {staged.weight.name} was applied by step() already; call zero_grad() after step()"
-            )
-        if state.early is not None:
-            self._refuse_change(staged)
-        if staged.zero:
-            total = grad.clone()
-        else:
-            self.meter.restages += 1
-            total = self.full_gradient(staged) + grad
-        split = state.selected.split
-        staged.squares, staged.selected, deferred = self.kernel.split(
-            staged.weight.rows_of(total), split.selected, split.deferred
-        )
-        staged.factor, staged.zero, staged.consumed, staged.call = None, False, False, self.clock.call + 1
-        state.slots.fill(staged.call, deferred, self.link)
-        state.staged = staged
-
-    def check_scalable(self, staged: Staged) -> None:
-        if self.config.update_in_backward:
-            self._refuse_change(staged)
-
-    def _refuse_change(self, staged: Staged) -> NoReturn:
-        raise RuntimeError(
-            f"the gradient of {staged.weight.name} cannot be changed: update_in_backward (preset stronghold) starts "
-            "its update during backward. Clipping, scaling and a varying number of backward passes need preset zero-offload"
-        )
-
-    def full_gradient(self, staged: Staged) -> Tensor:
-        """The plain gradient of a handle: a device tensor of the parameter's shape. Waits for its copy."""
-        state = self.weights[staged.weight.param]
-        if staged.zero:
-            return torch.zeros_like(staged.weight.param)
-        if staged.consumed or state.early is not None:
-            raise RuntimeError(f"the gradient of {staged.weight.name} was applied already; read it between backward and step()")
-        full = torch.empty_like(staged.weight.param, memory_format=torch.contiguous_format)
-        rows, split = staged.weight.rows_of(full), state.selected.split
-        state.slots.wait(staged.call)
-        rows.index_copy_(0, split.selected, staged.selected)
-        rows.index_copy_(0, split.deferred, self.link.up(state.slots.rows(staged.call, len(split.deferred))))
-        return full if staged.factor is None else full.mul_(staged.factor)
-
     # One call
 
     @torch.no_grad()
     def step(self) -> None:
         self.check_usable()
         hypers = self.read_hypers()
-        self._collect_gradients(hypers)
+        self.staging.collect(hypers)
         weights.notice_writes(self)
         self.clock.tick(max(hyper.lr for hyper in hypers.values()))
         try:
-            self._update(hypers)
+            with self.link.device_guard():
+                self._update(hypers)
         except BaseException as error:
             self.failed = error
             raise
 
     def _update(self, hypers: Hypers) -> None:
-        dense = {param: param.grad for param in self.residents if param.grad is not None}
-        staged = {state.weight.param: state.staged for state in self.weights.values() if state.staged is not None}
-        skip, clip, record = self._judge(dense, staged)
+        dense = [[resident.param.grad for resident in group.residents] for group in self._groups]
+        skip, clip, factors, record = self._judge([grad for grads in dense for grad in grads if grad is not None])
         for block in self.blocks:
             self._publish_due(block)
-        for param, grad in dense.items():
-            self.residents[param].step(self.kernel, grad, hypers[param], clip, skip)
-        for param, gradient in staged.items():
-            half = self.weights[param].selected
-            half.score_gradient(gradient.scaled_squares(), skip)
-            half.step(gradient.selected, hypers[param], clip if gradient.factor is None else clip * gradient.factor, skip)
+        clips = clip.repeat(max((len(grads) for grads in dense), default=0))
+        for group, grads in zip(self._groups, dense, strict=True):
+            group.step(grads, [hypers.get(resident.param) for resident in group.residents], clips, skip)
+        closing: list[tuple[BlockState, Window]] = []
         for block in self.blocks:
-            self._collect(block, record, hypers)
+            present = tuple(hypers[state.weight.param] if state.staged is not None else None for state in block.weights)
+            first = block.weights[0].weight.key
+            block.half.step(present, factors[first : first + len(present)], skip)
+            block.open.append(CollectedCall(self.clock.call, record, block.slots.arrival(self.clock.call), present))
+            block.schedule.collect()
             if block.schedule.closes(self.clock):
-                self._close(block)
-        for block in self.blocks:
+                closing.append((block, self._close(block)))
+        self._replay(closing)
+        for block, _ in closing:
             self._publish_due(block)
         self._finish_call()
 
-    def _collect_gradients(self, hypers: Hypers) -> None:
-        """Make `.grad` and what is staged agree; refuse what cannot be used before anything changes."""
-        newcomers = []
-        for param in hypers:
-            grad = param.grad
-            if grad is None or isinstance(grad, StagedGradient):
-                continue
-            check_gradient(param, grad, partial(self.read_name, param))
-            if param not in self.weights and param not in self.residents:
-                newcomers.append((self.read_name(param), param))
-        if newcomers:  # frozen at construction, trained now
-            self.adopt(newcomers)
-        for param, state in self.weights.items():
-            grad = param.grad
-            if isinstance(grad, StagedGradient) and grad.staged.consumed and not grad.staged.zero:
-                raise RuntimeError(
-                    f"the gradient of {state.weight.name} was applied by the last step(): call zero_grad(), then backward"
-                )
-        for param, state in self.weights.items():
-            grad = param.grad
-            if grad is None:
-                if state.staged is not None:
-                    self._discard(state)
-            elif not isinstance(grad, StagedGradient):
-                self._stage(state, grad)
-            elif grad.staged.zero:
-                self._stage(state, torch.zeros_like(param))
+    def _judge(self, dense: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, CallRecord]:
+        """Skip flag and clip factor of this call, and by weight what its gradient is multiplied by, all on the device.
 
-    def _judge(
-        self, dense: dict[nn.Parameter, Tensor], staged: dict[nn.Parameter, Staged]
-    ) -> tuple[Tensor, Tensor, CallRecord]:
-        """Norm, skip flag and clip factor of this call, on the device; and the host's copy of what it needs of them."""
-        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in dense.values()]
-        norms += [gradient.norm() for gradient in staged.values()]
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=self.device)
+        dense: the gradients of residents. The record is the host's copy of what it needs to know.
+        """
+        channels = self.channels
+        staged = [state.staged for state in self.weights.values() if state.staged is not None]
+        present = tuple(gradient.weight.key for gradient in staged)
+        scales = self._scales()
+        parts = [torch.stack(torch._foreach_norm(dense, 2, torch.float32))] if dense else []
+        if staged:
+            norms = channels.norms() if scales is None else channels.norms() * scales.abs()
+            some = len(staged) < len(self.weights)
+            parts.append(torch.where(channels.masks(present)[0], norms, 0.0) if some else norms)
+        norm = torch.linalg.vector_norm(torch.cat(parts)) if parts else torch.zeros((), device=self.device)
         finite = torch.isfinite(norm)
         skip = torch.zeros_like(finite) if self.config.update_in_backward else ~finite
-        clip = torch.ones_like(norm)
+        clip = self._one
         if self.config.max_grad_norm is not None:
             clip = torch.where(finite, (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0), clip)
-        values = clip.repeat(1 + len(self.weights))
-        values[0] = skip
-        for param, gradient in staged.items():
-            if gradient.factor is not None:
-                values[1 + self.weights[param].weight.key] *= gradient.factor
+        factors = clip if scales is None else clip * scales
         assert self._records is not None
-        slot = self._records[self.clock.call % len(self._records)]
-        self.meter.judge(
-            norm,
-            skip,
-            [
-                (self.weights[param].weight, g.squares, self.weights[param].selected.split.deferred)
-                for param, g in staged.items()
-            ],
-        )
-        return skip, clip, CallRecord(slot, self.link.down(values, slot))
+        values, slot = (records[self.clock.call % len(records)] for records in self._records)
+        torch.cat([skip.float().view(1), factors.expand(len(self.weights))], out=values)
+        if staged and self.config.topk_ratio:
+            channels.update_scores(scales, present, self.config.score_decay, skip)
+        self.meter.judge(norm, skip, [gradient.weight for gradient in staged], channels)
+        return skip, clip, values[1:], CallRecord(slot, self.link.down(values, slot))
 
-    def _collect(self, block: BlockState, record: CallRecord, hypers: Hypers) -> None:
-        present = tuple(hypers[state.weight.param] if state.staged is not None else None for state in block.weights)
-        block.open.append(CollectedCall(self.clock.call, record, present))
-        block.schedule.collect()
+    def _scales(self) -> Tensor | None:
+        """What user code multiplied gradients by: a scalar where it is one number for all, else `[weights]`."""
+        factors = [None if state.staged is None else state.staged.factor for state in self.weights.values()]
+        distinct = {id(state.staged.factor): state.staged.factor for state in self.weights.values() if state.staged is not None}
+        if all(factor is None for factor in distinct.values()):
+            return None
+        if len(distinct) == 1:
+            return next(iter(distinct.values()))
+        return torch.stack([self._one if factor is None else factor for factor in factors])
+
+    def _finish_call(self) -> None:
+        for block in self.blocks:
+            block.expect()
+            for state in block.weights:
+                if state.passes_seen:
+                    state.passes_expected = state.passes_seen
+                    state.passes_seen = 0
+                if state.staged is not None:
+                    state.staged.consumed = True
+                    state.staged = None
+                state.restored = None
+        self.mark_written()
+        self.meter.finish_call()
 
     # Slots -> host
 
-    def _close(self, block: BlockState) -> None:
+    def _close(self, block: BlockState) -> Window:
         selects = block.schedule.wants_selection(self.clock, self.config.select_interval)
         due = block.schedule.close(self.clock, self.config.lag)
-        lookahead = self.config.lookahead_at(block.schedule.interval)
-        window = Window(block.open, due, lookahead, [state.selected.installed.deferred for state in block.weights])
+        window = Window(block.open, due, self.config.lookahead_at(block.schedule.interval), block.half.installed)
         block.open = []
         if selects:
             self._select(block, window)
-        for place, state in enumerate(block.weights):
-            if state.early is not None:
-                window.jobs.append(state.early)
-                state.early = None
-            else:
-                window.jobs.append(self._replay(state, window, place))
         block.queue.append(window)
+        return window
 
     def _select(self, block: BlockState, window: Window) -> None:
         block.schedule.last_selection = self.clock.call
-        for state in block.weights:
-            if state.weight.selected_count:
-                state.selected.select()
-        if window.due > self.clock.call + 1:  # rounds only (lag > 1): whether anyone moves decides when the window is due
-            for state in block.weights:
-                if state.selected.handover is not None and not bool(state.selected.handover.moved.any()):
-                    state.selected.handover = None
-        window.hands_over = any(state.selected.handover is not None for state in block.weights)
-        if window.hands_over:  # who moves must be there when the next call updates on the device
-            window.due = min(window.due, self.clock.call + 1)
+        half = block.half
+        if not half.chosen.places:
+            return
+        half.select()
+        assert half.handover is not None
+        rounds = window.due > self.clock.call + 1  # lag > 1: whether anyone moves decides when the window is due
+        if rounds and not any(bool(moved.any()) for moved in half.handover.moved):
+            half.follow(half.installed)
+            return
+        assert block.exchange is not None
+        window.hands_over, window.merge = True, block.exchange.send()
+        window.due = min(window.due, self.clock.call + 1)  # who moves must be there when the device updates next
 
-    def _replay(self, state: WeightState, window: Window, place: int) -> Future[None]:
-        def work() -> None:
-            out = state.slots.rows(window.calls[0].call, len(state.host.deferred))
-            self.worker.kernel.replay(state.host.job(tuple(state.gradients(window.calls, place)), window.lookahead, out))
+    def _replay(self, closing: Sequence[tuple[BlockState, Window]]) -> None:
+        """Give the worker the windows that close in this call, all at once."""
+        tasks: list[Task] = []
+        for block, window in closing:
+            early, block.early = block.early, None
+            window.work = HostWork([] if early is None else [early.done], block.flag, block.flag.next() if block.flag else 0)
+            states = [state for state in block.weights if early is None or state.place not in early.places]
+            work = partial(self._replay_window, window, states)
+            tasks.append(Task(label(block), work, window.work.flag, window.work.value))
+        for (_, window), done in zip(closing, self.worker.submit(tasks) if tasks else (), strict=True):
+            window.work.done.append(done)
 
-        return self.worker.submit(state.weight.name, work)
+    def _replay_window(self, window: Window, states: Sequence[WeightState]) -> None:
+        first, layout = window.calls[0].call, window.division.layout
+        for state in states:
+            gradients = tuple(state.gradients(window.calls, window.division))
+            out = state.block.slots.rows(first, layout, state.place)
+            self.worker.kernel.replay(state.host.job(gradients, window.lookahead, out))
+        if window.merge is not None:
+            window.merge()
+
+    def run(self, state: WeightState, job: ReplayJob) -> None:
+        """Do one job now, after whatever the worker has still to do."""
+        (done,) = self.worker.submit([Task(state.weight.name, lambda: self.worker.kernel.replay(job))])
+        done.result()
 
     # Host -> publish -> weights
 
@@ -333,62 +260,21 @@ class Engine:
         last = max((place for place, window in enumerate(block.queue) if window.due <= self.clock.call), default=-1)
         for _ in range(last + 1):
             window = block.queue.pop(0)
-            self.wait(window)
-            for place, state in enumerate(block.weights):
-                if place not in window.dropped:
-                    values = self.link.up(state.slots.rows(window.calls[0].call, len(window.deferred[place])))
-                    self.kernel.scatter(state.weight.rows, window.deferred[place], values)
+            division, calls = window.division, [collected.call for collected in window.calls]
+            if len(window.dropped) < len(block.weights):
+                params = [None if place in window.dropped else param for place, param in enumerate(block.params)]
+                with self.link.up(block.slots.flat(calls[0], division.layout), window.work) as (values, arrived):
+                    self.kernel.publish(division.layout, division.targets, params, values)
+                block.slots.free(calls, arrived)
             if window.hands_over:
-                self.install(block)
-
-    def run(self, state: WeightState, job: ReplayJob) -> None:
-        """Do one job now, after whatever the worker has still to do."""
-        self.worker.submit(state.weight.name, lambda: self.worker.kernel.replay(job)).result()
-
-    def wait(self, window: Window) -> None:
-        start = time.perf_counter()
-        for job in window.jobs:
-            job.result()
-        self.meter.stall_seconds += time.perf_counter() - start
-
-    def install(self, block: BlockState) -> None:
-        """Move the state of leaving channels to the host and of arriving ones to the device, and show their plain masters."""
-        for state in block.weights:
-            half, host = state.selected, state.host
-            if half.handover is None:
-                continue
-            split, moved = half.handover
-            places = moved.nonzero().flatten()
-            arriving = self.link.fetch(split.selected[places])
-            if half.installed.selected.numel():
-                leaving = self.link.fetch(half.installed.selected[places])
-                for ours, theirs in state.halves():
-                    theirs[leaving] = self.link.fetch(ours[places]).to(theirs.dtype)
-            for ours, theirs in state.halves():
-                ours[places] = self.link.send(theirs[arriving].to(ours.dtype))
-            half.installed, half.handover = split, None
-            host.deferred = self.link.fetch(split.deferred)
-            self.kernel.scatter(state.weight.rows, split.selected[places], half.master[places])
-
-    def _finish_call(self) -> None:
-        for state in self.weights.values():
-            if state.passes_seen:
-                state.passes_expected = state.passes_seen
-            state.passes_seen = 0
-            if state.staged is not None:
-                state.staged.consumed = True
-                del state.staged.selected
-                state.staged = None
-            state.restored = None
-        self.mark_written()
-        self.meter.finish_call()
+                if block.half.handover is not None:
+                    assert block.exchange is not None
+                    block.exchange.receive(window.work)
+                block.half.show()
 
     def mark_written(self) -> None:
         """What the weights hold now was written by this engine."""
-        for param, state in self.weights.items():
-            state.seen = written(param)
-        for param in self.residents:
-            self.resident_seen[param] = written(param)
+        self.seen = [(param.data_ptr(), param._version) for param in self.managed]
 
     # Refusals and the end
 
@@ -399,9 +285,17 @@ class Engine:
             ) from self.failed
         if self.paused is not None:
             raise RuntimeError(self.paused)
+        if self.worker.error is not None:
+            self.failed = self.worker.error
+            raise self.worker.error
+
+    def check_unmoved(self, param: nn.Parameter) -> None:
+        """Refuse a gradient of a parameter that is another one than it was."""
+        if param.data_ptr() != self.seen[self.managed[param]][0]:
+            weights.check_unmoved(self, param)
 
     def refuse_early(self, what: str) -> None:
-        if any(state.early is not None for state in self.weights.values()):
+        if any(block.early is not None for block in self.blocks):
             raise RuntimeError(
                 f"{what} between backward and step() is not possible with update_in_backward; call it after step()"
             )
@@ -415,19 +309,3 @@ class Engine:
         self.worker.close()
         self.link.close()
         self.paused = "the optimizer was closed"
-
-
-def check_gradient(param: Tensor, grad: Tensor, name: Callable[[], str]) -> None:
-    """Refuse a gradient that cannot be staged."""
-    if grad.layout != torch.strided:
-        raise TypeError(
-            f"the gradient of {_label(param, name())} is {grad.layout}; only dense ones work (nn.Embedding(sparse=False))"
-        )
-    if grad.shape != param.shape:
-        raise RuntimeError(
-            f"{_label(param, name())} was resized after the optimizer was built; build the optimizer after resizing the model"
-        )
-
-
-def _label(param: Tensor, name: str) -> str:
-    return name or f"a parameter of shape {tuple(param.shape)}"

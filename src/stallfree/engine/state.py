@@ -7,14 +7,14 @@ rows of selected channels are filled into the room that the host arrays keep for
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from stallfree.engine.device import Handover, ResidentState, Split
+from stallfree.engine.device import Division
 from stallfree.engine.pipeline import Engine
+from stallfree.engine.residents import ResidentState
 from stallfree.engine.weights import notice_writes
 from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, written
 from stallfree.kernels.device import Hyper
@@ -39,8 +39,8 @@ def populate(engine: Engine, into: MutableMapping[Any, Any]) -> None:
         into[param] = {name: state.weight.shaped(getattr(state.host, name)) for name in ("master", "exp_avg", "exp_avg_sq")}
         into[param]["step"] = state.host.steps
     for param, resident in engine.residents.items():
-        into[param] = {name: getattr(resident, name).view(resident.shape) for name in ("master", "exp_avg", "exp_avg_sq")}
-        into[param]["step"] = resident.steps
+        into[param] = {name: getattr(resident, name) for name in ("master", "exp_avg", "exp_avg_sq")}
+        into[param]["step"] = resident.steps[:1]
 
 
 # Export
@@ -68,24 +68,23 @@ def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     for param in engine.residents:
         into[param].update(header)
     for block in engine.blocks:
-        for window in block.queue:
-            for job in window.jobs:
-                job.result()
-        for place, state in enumerate(block.weights):
-            into[state.weight.param].update(header | _export_weight(block, place, state))
+        block.settle()
+        for state in block.weights:
+            into[state.weight.param].update(header | _export_weight(block, state))
 
 
-def _export_weight(block: BlockState, place: int, state: WeightState) -> dict[str, Any]:
-    half, host = state.selected, state.host
-    held = half.installed.selected.to("cpu")
+def _export_weight(block: BlockState, state: WeightState) -> dict[str, Any]:
+    half, host, place = block.half, state.host, state.place
+    selected = half.installed.selected[place]
+    held = selected.to("cpu")
     for ours, theirs in state.halves():
         if held.numel():
             theirs[held] = ours.to("cpu", theirs.dtype)
     exported: dict[str, Any] = {
         "published": state.weight.param.detach(),
-        "score": half.score,
+        "score": half.nobody.channels_of(half.score, place),
         "channel_dim": state.weight.channel_dim,
-        "selected": half.installed.selected,
+        "selected": selected,
         "schedule": {
             "phase": block.schedule.phase,
             "interval": block.schedule.interval,
@@ -93,36 +92,32 @@ def _export_weight(block: BlockState, place: int, state: WeightState) -> dict[st
             "last_selection": block.schedule.last_selection,
         },
         "passes": state.passes_expected,
-        "slots": [_export_slot(collected, place, state) for collected in block.open],
-        "windows": [_export_window(window, place, state) for window in block.queue],
+        "slots": [_export_slot(collected, state) for collected in block.open],
+        "windows": [_export_window(window, state) for window in block.queue],
     }
-    if (
-        half.installed.selected.numel() and host.exp_avg.dtype != torch.float32
-    ):  # the host's room would round the device's moments
-        exported["selected_moments"] = torch.stack((half.exp_avg, half.exp_avg_sq))
-    if half.handover is not None:
-        exported["handover"] = {"selected": half.handover.split.selected, "moved": half.handover.moved}
+    if held.numel() and host.exp_avg.dtype != torch.float32:  # the host's room would round the device's moments
+        exported["selected_moments"] = torch.stack((half.rows(half.exp_avg, place), half.rows(half.exp_avg_sq, place)))
     return exported
 
 
-def _export_slot(collected: CollectedCall, place: int, state: WeightState) -> dict[str, Any]:
-    hyper = collected.hypers[place]
+def _export_slot(collected: CollectedCall, state: WeightState) -> dict[str, Any]:
+    hyper, slots = collected.hypers[state.place], state.block.slots
     slot: dict[str, Any] = {"call": collected.call, "hyper": None if hyper is None else list(hyper)}
     if hyper is not None:
-        state.slots.wait(collected.call)
+        collected.arrived()
         slot["skipped"] = collected.record.skipped
         slot["factor"] = collected.record.factor(state.weight.key)
-        slot["grad"] = state.slots.rows(collected.call, len(state.selected.split.deferred))
+        slot["grad"] = slots.rows(collected.call, state.block.half.division.layout, state.place)
     return slot
 
 
-def _export_window(window: Window, place: int, state: WeightState) -> dict[str, Any]:
-    first = window.calls[0].call
+def _export_window(window: Window, state: WeightState) -> dict[str, Any]:
+    first, division, place = window.calls[0].call, window.division, state.place
     return {
         "due": window.due,
         "call": first,
-        "deferred": window.deferred[place],
-        "published": state.slots.rows(first, len(window.deferred[place])),
+        "deferred": division.deferred[place],
+        "published": state.block.slots.rows(first, division.layout, place),
         "hands_over": window.hands_over,
         "dropped": place in window.dropped,
     }
@@ -137,9 +132,7 @@ def load(engine: Engine, groups: list[dict[str, Any]], state_dict: dict[str, Any
     engine.check_usable()
     params = _match(engine, groups, state_dict)
     for block in engine.blocks:  # what is under way belongs to the state that is given up
-        for window in block.queue:
-            for job in window.jobs:
-                job.result()
+        block.settle()
     for group, saved in zip(groups, state_dict["param_groups"], strict=True):
         group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
     first = next(iter(params.values()))
@@ -151,7 +144,7 @@ def load(engine: Engine, groups: list[dict[str, Any]], state_dict: dict[str, Any
     for param, resident in engine.residents.items():
         if param in params:
             _load_resident(resident, params[param])
-            engine.resident_seen[param] = written(param)
+            engine.seen[engine.managed[param]] = written(param)
     for block in engine.blocks:
         _load_block(engine, block, params)
 
@@ -218,19 +211,24 @@ def _load_resident(resident: ResidentState, saved: dict[str, Any]) -> None:
         resident.reset()
         return
     for name in ("master", "exp_avg", "exp_avg_sq"):
-        getattr(resident, name).copy_(saved[name].reshape(1, -1))
+        getattr(resident, name).copy_(saved[name])
     resident.steps.copy_(saved["step"])
     resident.show()
 
 
 def _load_block(engine: Engine, block: BlockState, params: dict[nn.Parameter, dict[str, Any]]) -> None:
-    block.open, block.queue = [], []
+    block.open, block.queue, block.early = [], [], None
     entries = [params[state.weight.param] for state in block.weights]
-    for state, saved in zip(block.weights, entries, strict=True):
-        _load_weight(state, saved)
+    for state in block.weights:
+        state.staged, state.passes_seen, state.restored = None, 0, None
+    block.expect()
     if "schedule" not in entries[0]:
+        block.reset()
         block.schedule = type(block.schedule)(block.block.phase)
         return
+    _load_half(block, entries)
+    for state, saved in zip(block.weights, entries, strict=True):
+        _load_weight(engine, state, saved)
     schedule = entries[0]["schedule"]
     block.schedule = type(block.schedule)(
         schedule["phase"], schedule["interval"], schedule["collected"], schedule["last_selection"]
@@ -238,41 +236,48 @@ def _load_block(engine: Engine, block: BlockState, params: dict[nn.Parameter, di
     for slots in zip(*(saved["slots"] for saved in entries), strict=True):
         block.open.append(_load_call(engine, block, slots))
     for parts in zip(*(saved["windows"] for saved in entries), strict=True):
-        block.queue.append(_load_window(engine, block, parts))
+        block.queue.append(_load_window(block, parts))
 
 
-def _load_weight(state: WeightState, saved: dict[str, Any]) -> None:
-    half, host = state.selected, state.host
-    device = state.weight.param.device
-    state.staged, state.passes_seen, state.early = None, 0, None
-    half.handover, half.retention = None, None
-    if "master" not in saved:
-        state.reset()
-        return
+def _load_half(block: BlockState, entries: list[dict[str, Any]]) -> None:
+    half = block.half
+    half.retention = [None] * len(entries)
+    half.follow(_division(block, [saved["selected"] for saved in entries]))
+    if block.exchange:
+        held = [saved["selected"].to("cpu", copy=True) for saved in entries]
+        block.exchange.selected = held if half.installed.layout.places else []
+
+
+def _division(block: BlockState, selected: list[Tensor]) -> Division:
+    half = block.half
+    layout = half.chosen if sum(map(len, selected)) else half.nobody
+    deferred = []
+    for channels, segment in zip(selected, layout.segments, strict=True):
+        rest = torch.ones(segment.channels, dtype=torch.bool)
+        rest[channels.to("cpu")] = False
+        deferred.append(rest.nonzero().flatten().to(half.device))
+    return Division.of(layout, [channels.to(half.device) for channels in selected], deferred)
+
+
+def _load_weight(engine: Engine, state: WeightState, saved: dict[str, Any]) -> None:
+    half, host, place = state.block.half, state.host, state.place
     for name in ("master", "exp_avg", "exp_avg_sq"):
         getattr(host, name).copy_(state.weight.rows_of(saved[name]))
     host.steps.copy_(saved["step"])
-    half.score.copy_(saved["score"])
-    half.installed = _split(saved["selected"].to(device), state)
-    held = half.installed.selected.to("cpu")
+    half.nobody.channels_of(half.score, place).copy_(saved["score"])
+    held = half.installed.selected[place].to("cpu")
     if held.numel():
         for ours, theirs in state.halves():
             ours.copy_(theirs[held])
         if "selected_moments" in saved:
-            half.exp_avg.copy_(saved["selected_moments"][0])
-            half.exp_avg_sq.copy_(saved["selected_moments"][1])
-    if "handover" in saved:
-        half.handover = Handover(_split(saved["handover"]["selected"].to(device), state), saved["handover"]["moved"].to(device))
-    host.deferred = half.installed.deferred.to("cpu")
+            half.rows(half.exp_avg, place).copy_(saved["selected_moments"][0])
+            half.rows(half.exp_avg_sq, place).copy_(saved["selected_moments"][1])
+    host.deferred = half.installed.deferred[place].to("cpu")
     state.passes_expected = saved["passes"]
-    state.weight.param.copy_(saved["published"])
-    state.seen, state.restored = written(state.weight.param), saved["published"].to("cpu", copy=True)
-
-
-def _split(selected: Tensor, state: WeightState) -> Split:
-    rest = torch.ones(state.weight.channels, dtype=torch.bool, device=selected.device)
-    rest[selected] = False
-    return Split(selected, rest.nonzero().flatten())
+    param = state.weight.param
+    param.copy_(saved["published"])
+    engine.seen[engine.managed[param]] = written(param)
+    state.restored = saved["published"].to("cpu", copy=True)
 
 
 def _load_call(engine: Engine, block: BlockState, slots: tuple[dict[str, Any], ...]) -> CollectedCall:
@@ -281,26 +286,28 @@ def _load_call(engine: Engine, block: BlockState, slots: tuple[dict[str, Any], .
     for state, slot in zip(block.weights, slots, strict=True):
         if slot["hyper"] is not None:
             values[1 + state.weight.key] = slot["factor"]
-            state.slots.rows(slot["call"], len(slot["grad"])).copy_(slot["grad"])
+            block.slots.rows(slot["call"], block.half.division.layout, state.place).copy_(slot["grad"])
     record = CallRecord(values, lambda: None)
-    return CollectedCall(
-        slots[0]["call"], record, tuple(None if slot["hyper"] is None else Hyper(*slot["hyper"]) for slot in slots)
-    )
+    hypers = tuple(None if slot["hyper"] is None else Hyper(*slot["hyper"]) for slot in slots)
+    return CollectedCall(slots[0]["call"], record, lambda: None, hypers)
 
 
-def _load_window(engine: Engine, block: BlockState, parts: tuple[dict[str, Any], ...]) -> Window:
+def _load_window(block: BlockState, parts: tuple[dict[str, Any], ...]) -> Window:
     first = parts[0]["call"]
+    selected = []
+    for part, state in zip(parts, block.weights, strict=True):
+        rest = torch.ones(state.weight.channels, dtype=torch.bool)
+        rest[part["deferred"].to("cpu")] = False
+        selected.append(rest.nonzero().flatten())  # not in the order of places, which nobody asks for
+    division = _division(block, selected)
     for state, part in zip(block.weights, parts, strict=True):
-        state.slots.rows(first, len(part["published"])).copy_(part["published"])
-    done: Future[None] = Future()
-    done.set_result(None)
+        block.slots.rows(first, division.layout, state.place).copy_(part["published"])
     record = CallRecord(torch.ones(1), lambda: None)
     return Window(
-        calls=[CollectedCall(first, record, (None,) * len(parts))],
+        calls=[CollectedCall(first, record, lambda: None, (None,) * len(parts))],
         due=parts[0]["due"],
         lookahead=0.0,
-        deferred=[part["deferred"].to(engine.device) for part in parts],
+        division=division,
         hands_over=parts[0]["hands_over"],
-        jobs=[done] * len(parts),
         dropped={place for place, part in enumerate(parts) if part["dropped"]},
     )

@@ -1,24 +1,113 @@
 """Slots in host memory, and the copies between them and the device.
 
-On the CPU a copy is a copy. On CUDA it runs on a stream of its own; whoever needs the data waits for the copy's event.
+`Link` is the CPU's: a copy is a copy, and waiting for the host is waiting. `DeviceLink` never lets the launching thread wait.
+Each direction has a stream; gradients pass through a bounded ring of device memory on their way down, weights on their way up.
+The device itself waits for host work: for a word in host memory that the worker raises when a window is replayed. Everything
+that a wait depends on is enqueued before it, so that no two waits can wait for each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import ctypes
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from stallfree.config import ZenFlowConfig
-from stallfree.engine.blocks import Weight
+from stallfree.engine.blocks import Block
 from stallfree.engine.schedule import slot_index, slots_needed
+from stallfree.engine.streams import Event, Stream, Streams
+from stallfree.kernels.block import BlockLayout
 
-Ready = Callable[[], None]  # blocks the calling thread until a copy has arrived
+Ready = Callable[[], object]  # blocks the calling thread until a copy has arrived
+
+STAGING_BYTES = 256 << 20  # of device memory for copies under way in each direction, if the largest block fits in
+RELEASED = 0x7FFFFFFF  # a flag that nobody waits for any more
+FLAGS = 1024  # words that are registered together
+PAIRS = 4096  # stalls of the device whose times are not read yet
 
 
 def _arrived() -> None:
     """A copy that is done when it returns."""
+
+
+def ring_bytes(sizes: Sequence[int]) -> int:
+    """Of each direction's staging memory, when copies have these sizes."""
+    return max(max(sizes, default=0), min(STAGING_BYTES, 2 * sum(sizes)))
+
+
+class Flag:
+    """A word in host memory that streams wait for. It only rises."""
+
+    def __init__(self, memory: Tensor, place: int) -> None:
+        self._memory = memory  # int32
+        self.address = memory.data_ptr() + 4 * place
+        self._word = ctypes.c_uint32.from_address(self.address)
+        self.value = 0  # what the last window waits for
+
+    def next(self) -> int:
+        self.value += 1
+        return self.value
+
+    def release(self, value: int) -> None:
+        """Let everything go on that waits for this value or a lower one: a plain store."""
+        self._word.value = value
+
+
+@dataclass(slots=True)
+class HostWork:
+    """Host work that an upward copy needs: waited for by the launching thread, or through the flag by the device."""
+
+    done: list[Future[None]] = field(default_factory=list)
+    flag: Flag | None = None
+    value: int = 0
+
+    def wait(self) -> None:
+        for job in self.done:
+            job.result()
+
+
+class Stalls:
+    """Time in which the device had nothing to run because it waited for host work or a copy: in all, and in the last call."""
+
+    def __init__(self) -> None:
+        self._seconds = [0.0, 0.0, 0.0]  # all, last call, call under way
+        self._call = 0
+        self._pairs: deque[tuple[int, Event, Event]] = deque(maxlen=PAIRS)  # call, begin and end on the device
+
+    def add(self, seconds: float) -> None:
+        self._seconds[0] += seconds
+        self._seconds[2] += seconds
+
+    def add_pair(self, begin: Event, end: Event) -> None:
+        """Read later. The oldest are forgotten if nobody reads them and the device is far behind."""
+        self._pairs.append((self._call, begin, end))
+        if len(self._pairs) >= PAIRS // 2 and self._pairs[0][2].query():
+            self._read_oldest()
+
+    def finish_call(self) -> None:
+        self._seconds[1:] = self._seconds[2], 0.0
+        self._call += 1
+
+    def read(self) -> tuple[float, float]:
+        """Seconds in all, and in the last call. Waits for the device."""
+        while self._pairs:
+            self._pairs[0][2].synchronize()
+            self._read_oldest()
+        return self._seconds[0], self._seconds[1]
+
+    def _read_oldest(self) -> None:
+        call, begin, end = self._pairs.popleft()
+        seconds = begin.elapsed_time(end) / 1e3
+        self._seconds[0] += seconds
+        if self._call - call < 2:
+            self._seconds[1 if call < self._call else 2] += seconds
 
 
 class Link:
@@ -28,83 +117,257 @@ class Link:
         self.device = device
         self.bytes_down = self.bytes_up = 0
         self.delay: Callable[[str], None] | None = None
-        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._registered: list[Tensor] = []
+        self.stalls = Stalls()
+
+    def device_guard(self) -> AbstractContextManager[object]:
+        """Whatever enqueues copies does so inside."""
+        return nullcontext()
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Make room for copies of so many bytes, all of which are under way at once if possible."""
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Host memory that the device can reach: registered, because pinned allocation is slower and rounds sizes up."""
-        memory = torch.empty(shape, dtype=dtype)
-        if self.stream is not None and memory.numel():
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
-            self._registered.append(memory)
-        return memory
+        """Host memory that the device can reach."""
+        return torch.empty(shape, dtype=dtype)
 
-    def fetch(self, source: Tensor) -> Tensor:
-        """A host copy of a small device tensor; waits for it."""
-        self.bytes_down += source.nbytes
-        return source.to("cpu")
+    def flag(self) -> Flag | None:
+        """What the device waits for, if it is the device that waits."""
+        return None
 
     def send(self, source: Tensor) -> Tensor:
         """A device copy of a small host tensor."""
         self.bytes_up += source.nbytes
         return source.to(self.device)
 
-    def close(self) -> None:
-        """Give the registered memory back. Idempotent."""
-        if self.stream is not None:
-            self.stream.synchronize()
-        while self._registered:
-            torch.cuda.cudart().cudaHostUnregister(self._registered.pop().data_ptr())
+    @contextmanager
+    def staging(self, target: Tensor) -> Iterator[Tensor]:
+        """Where the device writes what `down` then copies to `target`. Without a device, the target itself."""
+        yield target
 
-    def down(self, source: Tensor, target: Tensor) -> Ready:
-        """Copy a device tensor into host memory; call the result before reading it there."""
-        self.bytes_down += source.nbytes
-        if self.delay:
-            self.delay("copy")
-        if self.stream is None:
+    def down(self, source: Tensor, target: Tensor, after: Event | None = None) -> Ready:
+        """Copy a device tensor into host memory, after an event; call the result before reading it there.
+
+        The source must be memory that lives on: the copy may be made much later.
+        """
+        self._count(down=source.nbytes)
+        if source.data_ptr() != target.data_ptr():
             target.copy_(source)
-            return _arrived
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
-            target.copy_(source, non_blocking=True)
-            source.record_stream(self.stream)
-            event = torch.cuda.Event()
-            event.record()
-        return event.synchronize
+        return _arrived
 
-    def up(self, source: Tensor) -> Tensor:
-        """A device copy of host memory, ready for the current stream. The source may be overwritten by later `down`s only."""
-        self.bytes_up += source.nbytes
+    @contextmanager
+    def up(self, source: Tensor, work: HostWork | None = None) -> Iterator[tuple[Tensor, Event | None]]:
+        """A device copy of host memory once host work is done, and the event of the copy."""
+        if work is not None:
+            self.wait(work)
+        self._count(up=source.nbytes)
+        yield source, None
+
+    def wait(self, work: HostWork) -> None:
+        """Let the launching thread wait for host work."""
+        start = time.perf_counter()
+        work.wait()
+        self.stalls.add(time.perf_counter() - start)
+
+    def _count(self, down: int = 0, up: int = 0) -> None:
+        self.bytes_down += down
+        self.bytes_up += up
         if self.delay:
             self.delay("copy")
-        if self.stream is None:
-            return source
-        current = torch.cuda.current_stream(self.device)
-        with torch.cuda.stream(self.stream):
-            target = source.to(self.device, non_blocking=True)
-        current.wait_stream(self.stream)
-        target.record_stream(current)
-        return target
+
+    def enter_thread(self) -> None:
+        """To be called by a thread before it waits for copies."""
+
+    def release_all(self) -> None:
+        """Let nothing on the device wait for the host any more."""
+
+    def close(self) -> None:
+        """Give the memory back. Idempotent."""
+
+
+class DeviceLink(Link):
+    """A link on which copies run beside the computing stream."""
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        super().__init__(device)
+        self.streams = streams
+        self._registered: list[Tensor] = []
+        self._flags: list[Flag] = []
+        self._words: Tensor | None = None
+        self._rings: tuple[Ring, Ring] | None = None  # what goes down, what goes up
+        self._last: Event | None = None  # of the last copy down
+
+    def device_guard(self) -> AbstractContextManager[object]:
+        return self.streams.device_guard()
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        needed = ring_bytes(sizes)
+        if self._rings is None or self._rings[0].size < needed:
+            self.streams.synchronize()  # at construction, or when parameters join
+            down, up = (torch.empty(needed, dtype=torch.uint8, device=self.device) for _ in range(2))
+            self._rings = Ring(down, self.streams), Ring(up, self.streams)
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Registered, because pinned allocation is slower and rounds sizes up."""
+        memory = torch.empty(shape, dtype=dtype)
+        if memory.numel():
+            self.streams.register(memory)
+            self._registered.append(memory)
+        return memory
+
+    def flag(self) -> Flag:
+        place = len(self._flags) % FLAGS
+        if not place:
+            self._words = self.host_empty((FLAGS,), torch.int32).zero_()
+        assert self._words is not None
+        self._flags.append(Flag(self._words, place))
+        return self._flags[-1]
+
+    @contextmanager
+    def staging(self, target: Tensor) -> Iterator[Tensor]:
+        assert self._rings is not None
+        share = self._rings[0].take(target.nbytes, self.streams.current())
+        yield share.memory.view(target.dtype)
+        self._rings[0].give_back(share, self._last)
+
+    def down(self, source: Tensor, target: Tensor, after: Event | None = None) -> Ready:
+        self._count(down=source.nbytes)
+        streams = self.streams
+        if after is not None:
+            streams.wait(streams.to_host, after)
+        streams.wait(streams.to_host, streams.record(streams.current()))
+        streams.copy(target, source, streams.to_host)
+        self._last = streams.record(streams.to_host, sleeps=True)
+        return self._last.synchronize
+
+    @contextmanager
+    def up(self, source: Tensor, work: HostWork | None = None) -> Iterator[tuple[Tensor, Event | None]]:
+        assert self._rings is not None
+        self._count(up=source.nbytes)
+        streams, current = self.streams, self.streams.current()
+        if work is not None and work.flag is not None:
+            streams.wait_value(streams.to_device, work.flag.address, work.value)
+        share = self._rings[1].take(source.nbytes, streams.to_device)
+        streams.copy(share.memory, source, streams.to_device)
+        arrived = streams.record(streams.to_device)
+        if work is None:
+            streams.wait(current, arrived)
+        else:
+            begin = streams.record(current, timing=True)
+            streams.wait(current, arrived)
+            self.stalls.add_pair(begin, streams.record(current, timing=True))
+        yield share.memory.view(source.dtype), arrived
+        self._rings[1].give_back(share, streams.record(current))
+
+    def enter_thread(self) -> None:
+        self.streams.enter_thread()
+
+    def release_all(self) -> None:
+        for flag in self._flags:
+            flag.release(RELEASED)
+
+    def close(self) -> None:
+        self.release_all()
+        if self._registered:
+            self.streams.synchronize()
+        while self._registered:
+            self.streams.unregister(self._registered.pop())
+        self._rings = None
+
+
+@dataclass(slots=True)
+class Share:
+    """A piece of the ring."""
+
+    start: int
+    end: int
+    memory: Tensor
+    used: Event | None = None  # when whoever reads it is done
+
+
+class Ring:
+    """Device memory that is handed out in turn to one stream, which waits until it is free again."""
+
+    ALIGNMENT = 256  # bytes
+
+    def __init__(self, memory: Tensor, streams: Streams) -> None:
+        self._memory, self._streams = memory, streams
+        self.size = memory.numel()
+        self._held: deque[Share] = deque()  # oldest first
+        self._next = 0
+        self._stream: Stream | None = None
+
+    def take(self, nbytes: int, stream: Stream) -> Share:
+        """Memory that the stream may write from now on."""
+        assert nbytes <= self.size
+        if self._stream is not None and stream != self._stream:  # what the last one has waited for counts
+            self._streams.wait(stream, self._streams.record(self._stream))
+        self._stream = stream
+        start = self._next
+        if start + nbytes > self.size:
+            while self._held and self._held[0].start >= start:  # what lies behind goes unused this time
+                self._drop_oldest(stream)
+            start = 0
+        end = start + nbytes
+        while self._held and self._held[0].start < end and start < self._held[0].end:
+            self._drop_oldest(stream)
+        self._next = -(-end // self.ALIGNMENT) * self.ALIGNMENT
+        share = Share(start, end, self._memory[start:end])
+        if nbytes:
+            self._held.append(share)
+        return share
+
+    def give_back(self, share: Share, used: Event | None) -> None:
+        """Free once the event has happened."""
+        share.used = used
+
+    def _drop_oldest(self, stream: Stream) -> None:
+        share = self._held.popleft()
+        assert share.used is not None, "the staging memory is too small for what is in use at once"
+        self._streams.wait(stream, share.used)
+
+
+def link_to(device: torch.device) -> Link:
+    return DeviceLink(device, Streams(device)) if device.type == "cuda" else Link(device)
 
 
 class Slots:
-    """One weight's ring of slots. A slot holds the deferred gradient of a call, and later the weights to publish."""
+    """One block's ring of slots. A slot holds the deferred gradients of a call, and later the weights to publish."""
 
-    def __init__(self, weight: Weight, link: Link, config: ZenFlowConfig) -> None:
-        self.config = config
-        shape = (slots_needed(config), weight.channels, weight.length)
-        self.memory = link.host_empty(shape, weight.param.dtype)
-        self.ready: list[Ready] = [_arrived] * shape[0]
+    def __init__(self, block: Block, link: Link, config: ZenFlowConfig) -> None:
+        self.config, self.link = config, link
+        self.memory = link.host_empty((slots_needed(config), block.numel), block.dtype)
+        self.ready: list[Ready] = [_arrived] * len(self.memory)
+        self._free: list[Event | None] = [None] * len(self.memory)  # when the device has read what was published from it
 
-    def rows(self, call: int, count: int) -> Tensor:
-        """The first `count` rows of the slot of a call: `[count, length]`."""
-        return self.memory[slot_index(call, self.config), :count]
+    def flat(self, call: int, layout: BlockLayout) -> Tensor:
+        """All deferred rows of a call, or of the window that began with it."""
+        return self.memory[slot_index(call, self.config), : layout.deferred_numel]
 
-    def fill(self, call: int, rows: Tensor, link: Link) -> None:
-        self.ready[slot_index(call, self.config)] = link.down(rows, self.rows(call, rows.shape[0]))
+    def rows(self, call: int, layout: BlockLayout, place: int) -> Tensor:
+        """The deferred rows of one weight: `[channels, length]`."""
+        return layout.deferred_rows(self.flat(call, layout), place)
 
-    def wait(self, call: int) -> None:
-        self.ready[slot_index(call, self.config)]()
+    def fill(self, call: int, layout: BlockLayout, places: Sequence[int], split: Callable[[Tensor], None]) -> None:
+        """Let `split` write the deferred rows of some weights, and bring them down: in one copy, if they are all there are."""
+        slot, target = slot_index(call, self.config), self.flat(call, layout)
+        after = self._free[slot]
+        with self.link.staging(target) as staged:
+            split(staged)
+            if len(places) == len(layout.segments):
+                self.ready[slot] = self.link.down(staged, target, after)
+            else:
+                for place in places:
+                    source = layout.deferred_rows(staged, place)
+                    self.ready[slot] = self.link.down(source, self.rows(call, layout, place), after)
+
+    def arrival(self, call: int) -> Ready:
+        """Waits until what was last brought down for this call is there."""
+        return self.ready[slot_index(call, self.config)]
+
+    def free(self, calls: Sequence[int], after: Event | None) -> None:
+        """The slots of these calls may be filled again once the event has happened."""
+        for call in calls:
+            self._free[slot_index(call, self.config)] = after
 
     @property
     def nbytes(self) -> int:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from stallfree.engine.window import BlockState, CollectedCall, WeightState, written
 
@@ -23,27 +23,36 @@ def flush(engine: Engine) -> None:
     notice_writes(engine)
     for block in engine.blocks:
         _finish(engine, block)
+        values = _host_rows(block)
         for state in block.weights:
-            rows = state.host.master[state.host.deferred].to(state.weight.param.dtype)
-            engine.kernel.scatter(state.weight.rows, state.selected.installed.deferred, engine.link.send(rows))
+            block.half.installed.layout.deferred_rows(values, state.place).copy_(state.host.master[state.host.deferred])
+        _publish(engine, block, values)
     engine.mark_written()
+
+
+def _host_rows(block: BlockState) -> Tensor:
+    """Host memory for the deferred rows of a block."""
+    return torch.empty(block.half.installed.layout.deferred_numel, dtype=block.block.dtype)
+
+
+def _publish(engine: Engine, block: BlockState, values: Tensor) -> None:
+    division = block.half.installed
+    engine.kernel.publish(division.layout, division.targets, block.params, engine.link.send(values))
 
 
 def _finish(engine: Engine, block: BlockState) -> None:
     """Bring a block's state up to date with every gradient so far, publishing nothing."""
-    for window in block.queue:
-        engine.wait(window)
-    if any(window.hands_over for window in block.queue):
-        engine.install(block)
+    block.settle()
+    block.half.show()
     block.queue.clear()
-    for place, state in enumerate(block.weights):
-        _replay_now(engine, state, block.open, place)
+    for state in block.weights:
+        _replay_now(engine, state, block.open)
     block.open = []
     block.schedule.collected = 0
 
 
-def _replay_now(engine: Engine, state: WeightState, calls: list[CollectedCall], place: int) -> None:
-    gradients = tuple(state.gradients(calls, place))
+def _replay_now(engine: Engine, state: WeightState, calls: list[CollectedCall]) -> None:
+    gradients = tuple(state.gradients(calls, state.block.half.installed))
     if gradients:
         engine.run(state, state.host.job(gradients, 0.0, None))
 
@@ -76,12 +85,13 @@ def exact_weights(engine: Engine) -> Iterator[None]:
 
 
 def _show_exact(engine: Engine, block: BlockState) -> None:
-    for window in block.queue:
-        engine.wait(window)
-    for place, state in enumerate(block.weights):
-        out = torch.empty(len(state.host.deferred), state.weight.length, dtype=state.weight.param.dtype)
-        engine.run(state, state.host.job(tuple(state.gradients(block.open, place)), 0.0, out, commit=False))
-        engine.kernel.scatter(state.weight.rows, state.selected.installed.deferred, engine.link.send(out))
+    block.settle()
+    block.half.show()
+    values, division = _host_rows(block), block.half.installed
+    for state in block.weights:
+        out = division.layout.deferred_rows(values, state.place)
+        engine.run(state, state.host.job(tuple(state.gradients(block.open, division)), 0.0, out, commit=False))
+    _publish(engine, block, values)
 
 
 def _restore(engine: Engine, saved: dict[nn.Parameter, torch.Tensor]) -> None:
@@ -91,8 +101,10 @@ def _restore(engine: Engine, saved: dict[nn.Parameter, torch.Tensor]) -> None:
 
 
 def _written_outside(engine: Engine) -> list[nn.Parameter]:
-    changed = [param for param, state in engine.weights.items() if written(param) != state.seen]
-    return changed + [param for param in engine.residents if written(param) != engine.resident_seen[param]]
+    now = [(param.data_ptr(), param._version) for param in engine.managed]
+    if now == engine.seen:
+        return []
+    return [param for param, place in engine.managed.items() if now[place] != engine.seen[place]]
 
 
 def notice_writes(engine: Engine) -> None:
@@ -105,7 +117,7 @@ def notice_writes(engine: Engine) -> None:
             _absorb(engine, engine.weights[param])
         else:
             engine.residents[param].read_weights()
-            engine.resident_seen[param] = written(param)
+        engine.seen[engine.managed[param]] = written(param)
 
 
 def check_unmoved(engine: Engine, param: nn.Parameter) -> None:
@@ -116,6 +128,7 @@ def check_unmoved(engine: Engine, param: nn.Parameter) -> None:
         ("device", param.device, engine.device),
         ("dtype", param.dtype, managed.dtype),
         ("shape", tuple(param.shape), tuple(managed.shape)),
+        ("memory layout", param.is_contiguous(), managed.contiguous),
     ):
         if now != then:
             raise RuntimeError(
@@ -126,16 +139,12 @@ def check_unmoved(engine: Engine, param: nn.Parameter) -> None:
 
 def _absorb(engine: Engine, state: WeightState) -> None:
     """As after a synchronous step: every gradient so far is in the moments, and the written weights are the masters."""
-    param = state.weight.param
-    state.weight.rows = state.weight.rows_of(param)
+    param, block, place = state.weight.param, state.block, state.place
     if state.restored is None or not torch.equal(param.detach().cpu(), state.restored):
-        block = next(block for block in engine.blocks if state in block.weights)
-        place = block.weights.index(state)
+        block.settle()
         for window in block.queue:
-            engine.wait(window)
             window.dropped.add(place)
-        _replay_now(engine, state, block.open, place)
+        _replay_now(engine, state, block.open)
         block.open = [collected.without(place) for collected in block.open]
         state.host.read_weights()
-        state.selected.read_weights()
-    state.seen = written(param)
+        block.half.read_weights(place)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -10,54 +10,49 @@ from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import Block, Weight
-from stallfree.engine.device import SelectedState
+from stallfree.engine.device import Division, SelectedState
+from stallfree.engine.exchange import Exchange
 from stallfree.engine.gradient import Staged
 from stallfree.engine.host import HostState
 from stallfree.engine.schedule import BlockSchedule
-from stallfree.engine.transfer import Link, Ready, Slots
-from stallfree.kernels.device import DeviceKernel, Hyper
+from stallfree.engine.transfer import HostWork, Link, Ready, Slots
+from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import SlotGradient
 
-STATE = ("master", "exp_avg", "exp_avg_sq", "steps")
+STATE = ("master", "exp_avg", "exp_avg_sq")
 
 
 class WeightState:
-    """Both halves of one weight, its slots, and the gradient of the call that is under way."""
+    """One weight's place in its block, its host half, and the gradient of the call that is under way."""
 
-    def __init__(self, weight: Weight, kernel: DeviceKernel, link: Link, config: ZenFlowConfig) -> None:
-        self.weight = weight
-        self.selected = SelectedState(weight, kernel, config)
+    def __init__(self, weight: Weight, block: BlockState, place: int, config: ZenFlowConfig) -> None:
+        self.weight, self.block, self.place = weight, block, place
         self.host = HostState(weight, config)
-        self.slots = Slots(weight, link, config)
         self.staged: Staged | None = None
+        self.ready = False  # no further pass is expected before the next call
+        self.expected = True  # a gradient is: there was one in the last call
         self.passes_seen = 0  # backward passes since the last call
         self.passes_expected: int | None = None  # learned from the last call that had any
-        self.early: Future[None] | None = None  # host work that began during backward
-        self.seen = written(weight.param)
         self.restored: Tensor | None = None  # what load_state_dict wrote, until the next call
 
     def halves(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """The device's and the host's tensor of each part of the state, in the same order."""
-        return tuple((getattr(self.selected, name), getattr(self.host, name)) for name in STATE)
+        half, host = self.block.half, self.host
+        flats = tuple((half.rows(getattr(half, name), self.place), getattr(host, name)) for name in STATE)
+        return (*flats, (half.installed.layout.places_of(half.steps, self.place), host.steps))
 
-    def reset(self) -> None:
-        """As at construction, from the weights as they are now."""
-        self.selected.reset()
-        self.host.reset()
-        self.passes_expected = None
-
-    def gradients(self, calls: Sequence[CollectedCall], place: int) -> Iterator[SlotGradient]:
+    def gradients(self, calls: Sequence[CollectedCall], division: Division) -> Iterator[SlotGradient]:
         """The collected gradients of this weight that count, oldest first. Waits for their copies."""
         for collected in calls:
-            hyper = collected.hypers[place]
+            hyper = collected.hypers[self.place]
             if hyper is not None and not collected.record.skipped:
-                yield self.gradient(collected.call, hyper, collected.record.factor(self.weight.key))
+                collected.arrived()
+                yield self.gradient(collected.call, division, hyper, collected.record.factor(self.weight.key))
 
-    def gradient(self, call: int, hyper: Hyper, factor: float) -> SlotGradient:
-        """The deferred gradient of one call. Waits for its copy."""
-        self.slots.wait(call)
+    def gradient(self, call: int, division: Division, hyper: Hyper, factor: float) -> SlotGradient:
+        """The deferred gradient of one call, which has arrived."""
         lr = hyper.lr * self.host.config.deferred_lr_scale
-        rows = self.slots.rows(call, len(self.host.deferred))
+        rows = self.block.slots.rows(call, division.layout, self.place)
         return SlotGradient(rows, lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, factor)
 
 
@@ -83,12 +78,21 @@ class CollectedCall:
 
     call: int
     record: CallRecord
+    arrived: Ready  # the slot's: as of this call, because the slot may have been filled again when the worker asks
     hypers: tuple[Hyper | None, ...]  # by weight of the block; None: no gradient in that call
 
     def without(self, place: int) -> CollectedCall:
         """The same, with one weight's gradient taken out."""
         hypers = tuple(None if other == place else hyper for other, hyper in enumerate(self.hypers))
-        return CollectedCall(self.call, self.record, hypers)
+        return CollectedCall(self.call, self.record, self.arrived, hypers)
+
+
+@dataclass(frozen=True, slots=True)
+class Early:
+    """Host work that began during backward."""
+
+    places: frozenset[int]  # the weights that it updates
+    done: Future[None]
 
 
 @dataclass(slots=True)
@@ -98,20 +102,27 @@ class Window:
     calls: list[CollectedCall]
     due: int
     lookahead: float
-    deferred: list[Tensor]  # by weight: the channels it publishes, on the device
-    hands_over: bool = False
-    jobs: list[Future[None]] = field(default_factory=list)  # by weight
+    division: Division  # of its gradients; it publishes the deferred channels
+    hands_over: bool = False  # its publish shows the channels that have arrived on the device
+    merge: Callable[[], None] | None = None  # what the worker does about them after the replay
+    work: HostWork = field(default_factory=HostWork)  # its replay
     dropped: set[int] = field(default_factory=set)  # weights whose publish an outside write made void
 
 
 class BlockState:
-    """A block's schedule, its open window and those on their way to the publish."""
+    """A block: both halves, its slots and flag, its schedule, its open window and those on their way to the publish."""
 
-    def __init__(self, block: Block, weights: list[WeightState]) -> None:
-        self.block, self.weights = block, weights
+    def __init__(self, block: Block, half: SelectedState, link: Link, config: ZenFlowConfig) -> None:
+        self.block, self.half, self.link = block, half, link
+        self.weights = [WeightState(weight, self, place, config) for place, weight in enumerate(block.weights)]
+        hosts = [state.host for state in self.weights]
+        self.exchange = Exchange(half, hosts, link) if half.chosen.places else None
+        self.slots, self.flag = Slots(block, link, config), link.flag()
         self.schedule = BlockSchedule(block.phase)
         self.open: list[CollectedCall] = []
         self.queue: list[Window] = []
+        self.early: Early | None = None
+        self.missing = len(self.weights)  # weights whose gradients are expected and not ready
 
     @property
     def phase(self) -> int:
@@ -120,6 +131,37 @@ class BlockState:
     @property
     def params(self) -> list[nn.Parameter]:
         return self.block.params
+
+    @property
+    def host_nbytes(self) -> int:
+        exchange = self.exchange.nbytes if self.exchange else 0
+        return sum(state.host.nbytes for state in self.weights) + self.slots.nbytes + exchange
+
+    def reset(self) -> None:
+        """As at construction, from the weights as they are now."""
+        self.half.reset()
+        if self.exchange:
+            self.exchange.selected = []
+        for state in self.weights:
+            state.host.reset()
+            state.passes_expected = None
+
+    def settle(self) -> None:
+        """Wait for host work, and bring the halves up to date with it. The weights stay as they are."""
+        for window in self.queue:
+            self.link.wait(window.work)
+        if self.half.handover is not None:
+            assert self.exchange is not None
+            self.exchange.receive(HostWork())
+
+    def expect(self) -> None:
+        """Begin to wait for the gradients of the next call: of those weights that had one in this call."""
+        if any(state.staged is not None for state in self.weights):
+            for state in self.weights:
+                state.expected = state.staged is not None
+        for state in self.weights:
+            state.ready = False
+        self.missing = sum(state.expected for state in self.weights)
 
 
 def written(param: Tensor) -> tuple[int, int]:

@@ -1,9 +1,12 @@
-"""Kernels, each behind one interface: `replay` for the host half, `device` for the device half."""
+"""Kernels, each behind one interface: `replay` for the host half, `block` for the device half."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from stallfree.kernels.block import BlockKernel, TorchBlock
 from stallfree.kernels.replay import HostKernel
 
 
@@ -16,3 +19,12 @@ def host_kernel(name: str, threads: int, cores: Sequence[int] | None) -> HostKer
     from stallfree.kernels.native import NativeReplay
 
     return NativeReplay(threads, cores)
+
+
+def block_kernel(device: torch.device) -> BlockKernel:
+    """The kernel of the device half: Triton's on CUDA, torch's elsewhere."""
+    if device.type != "cuda":
+        return TorchBlock()
+    from stallfree.kernels.triton import TritonBlock
+
+    return TritonBlock(device)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from stallfree.engine.blocks import Weight
+    from stallfree.engine.channels import Channels
     from stallfree.engine.transfer import Link
 
 
@@ -19,46 +20,47 @@ class Meter:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.stall_seconds = 0.0  # so far: the launching thread waited for host work
         self.restages = 0
         self.norm: Tensor | None = None
         self.skipped: Tensor | None = None  # calls, int64 on the device
-        self._squares: list[tuple[str, Tensor, Tensor]] = []  # kind, deferred, all: fp32 scalars on the device
-        self._before = (0.0, 0, 0)
-        self._last = (0.0, 0, 0)
+        self._judged: tuple[Sequence[Weight], Tensor, Tensor] | None = None  # with gradient; deferred, all: [weights] fp64
+        self._before = self._last = (0, 0)  # bytes down and up: in all before this call, and in the last one
 
-    def judge(self, norm: Tensor, skip: Tensor, gradients: Sequence[tuple[Weight, Tensor, Tensor]]) -> None:
-        """Of one call: the gradient norm, the skip flag, and per weight its squared channel norms and deferred channels."""
+    def judge(self, norm: Tensor, skip: Tensor, present: Sequence[Weight], channels: Channels) -> None:
+        """Of one call: the gradient norm, the skip flag, the weights that have a gradient, and the squared channel norms."""
         self.norm = norm
         self.skipped = skip.to(torch.int64) if self.skipped is None else self.skipped + skip
-        self._squares = [(weight.kind, squares[deferred].sum(), squares.sum()) for weight, squares, deferred in gradients]
+        self._judged = (present, channels.deferred_totals(), channels.totals()) if present else None
 
     def finish_call(self) -> None:
-        now = (self.stall_seconds, self.link.bytes_down, self.link.bytes_up)
-        self._last = (now[0] - self._before[0], now[1] - self._before[1], now[2] - self._before[2])
+        now = (self.link.bytes_down, self.link.bytes_up)
+        self._last = (now[0] - self._before[0], now[1] - self._before[1])
         self._before = now
+        self.link.stalls.finish_call()
 
     def rho(self) -> tuple[float | None, dict[str, float]]:
         """Share of the squared gradient norm in deferred channels, in the last call: over all weights, and by kind."""
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for kind, deferred, total in self._squares:
-            for key in (kind, ""):
-                sums[key][0] += float(deferred)
-                sums[key][1] += float(total)
+        if self._judged is not None:
+            present, deferred, total = self._judged[0], self._judged[1].tolist(), self._judged[2].tolist()
+            for weight in present:
+                for key in (weight.kind, ""):
+                    sums[key][0] += deferred[weight.key]
+                    sums[key][1] += total[weight.key]
         shares = {kind: deferred / total for kind, (deferred, total) in sums.items() if total > 0}
         return shares.pop("", None), shares
 
     def report(self) -> dict[str, Any]:
         """Waits for the device. Times in ms, sizes in bytes."""
         rho, by_kind = self.rho()
-        stall, down, up = self._last
+        (stall_total, stall), (down, up) = self.link.stalls.read(), self._last
         return {
             "grad_norm": None if self.norm is None else float(self.norm),
             "skipped_steps": 0 if self.skipped is None else int(self.skipped),
             "rho": rho,
             "rho_by_kind": by_kind,
             "stall_ms": stall * 1e3,
-            "stall_ms_total": self.stall_seconds * 1e3,
+            "stall_ms_total": stall_total * 1e3,
             "bytes_down": down,
             "bytes_up": up,
             "bytes_down_total": self.link.bytes_down,

@@ -1,0 +1,101 @@
+"""Numbers of every channel of every weight in one place, so that a call judges all gradients in a few operations.
+
+Flat over the weights in the order of their keys: a block's part is contiguous, and is what the kernel's `split` fills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from stallfree.engine import selection
+from stallfree.engine.blocks import Weight
+
+
+class Channels:
+    """Squared norms and scores of all channels, and what follows from them for each weight."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.weights: list[Weight] = []
+        self.starts = [0]
+        self.squares = torch.zeros(0, device=device)  # of the gradient staged last, before the user's factors
+        self.score = torch.zeros(0, device=device)
+        self.deferred = torch.ones(0, dtype=torch.bool, device=device)  # where the gradient staged next goes to the host
+        self._totals: Tensor | None = None  # sums of squares by weight, fp64
+        self._norms: tuple[Tensor, ...] | None = None
+        self._masks: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by who has a gradient: weights, channels
+
+    def extend(self, weights: Sequence[Weight]) -> None:
+        """Make room for more weights. Views taken before are void."""
+        self.weights = [*self.weights, *weights]
+        self.starts = [0, *accumulate(weight.channels for weight in self.weights)]
+        more, old = self.starts[-1] - len(self.score), self.device
+        self.squares = torch.cat([self.squares, torch.zeros(more, device=old)])
+        self.score = torch.cat([self.score, torch.zeros(more, device=old)])
+        self.deferred = torch.cat([self.deferred, torch.ones(more, dtype=torch.bool, device=old)])
+        self._offsets = torch.tensor(self.starts, device=old)
+        counts = torch.tensor([weight.channels for weight in self.weights], device=old)
+        self._owner = torch.repeat_interleave(torch.arange(len(counts), device=old), counts)  # [channels] key of the weight
+        self._masks.clear()
+        self.changed()
+
+    def of(self, flat: Tensor, first: Weight, last: Weight) -> Tensor:
+        """The part of some neighbouring weights."""
+        return flat[self.starts[first.key] : self.starts[last.key + 1]]
+
+    def changed(self) -> None:
+        """New squares are there, or on their way."""
+        self._totals = self._norms = None
+
+    def norms(self) -> Tensor:
+        """L2 norm of each weight's staged gradient, before the user's factors: `[weights]` fp32."""
+        return self.totals().sqrt().float()
+
+    def norm(self, weight: Weight) -> Tensor:
+        """One of them, a scalar: all are worked out at the first question."""
+        if self._norms is None:
+            self._norms = self.norms().unbind()
+        return self._norms[weight.key]
+
+    def totals(self) -> Tensor:
+        """Squared norm of each weight's staged gradient, likewise: `[weights]` fp64."""
+        if self._totals is None:
+            self._totals = self._sums(self.squares)
+        return self._totals
+
+    def deferred_totals(self) -> Tensor:
+        """The part of it in deferred channels: `[weights]` fp64."""
+        return self._sums(torch.where(self.deferred, self.squares, 0.0))
+
+    def update_scores(self, factors: Tensor | None, present: tuple[int, ...], decay: float, skip: Tensor) -> None:
+        """Take up the gradients as they stand in `.grad` now.
+
+        factors: scalar or `[weights]`, what the user multiplied them by; present: keys of the weights that have one.
+        """
+        squares = self.squares
+        if factors is not None:
+            factor = factors.square()
+            squares = squares * (factor if factor.dim() == 0 else factor[self._owner])
+        if len(present) < len(self.weights):
+            skip = skip | ~self.masks(present)[1]
+        selection.update_score(self.score, squares, decay, skip)
+
+    def masks(self, present: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        """Weights and channels that have a gradient, when these keys do: bool `[weights]` and `[channels]`."""
+        if present not in self._masks:
+            if len(self._masks) > 64:
+                self._masks.clear()
+            chosen = torch.zeros(len(self.weights), dtype=torch.bool)
+            chosen[list(present)] = True
+            of_weights = chosen.to(self.device)
+            self._masks[present] = (of_weights, of_weights[self._owner])
+        return self._masks[present]
+
+    def _sums(self, values: Tensor) -> Tensor:
+        if not self.weights:
+            return torch.zeros(0, dtype=torch.float64, device=self.device)
+        return torch.segment_reduce(values.double(), "sum", offsets=self._offsets, unsafe=True)

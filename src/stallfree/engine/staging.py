@@ -1,0 +1,260 @@
+"""Gradients -> slots: from the hook that sees a gradient to the handle that stands in its place.
+
+A hook only notes that its weight's gradient is ready. When that holds for every weight of the block that had one in the last
+call, the block is staged at once; until then `.grad` is a plain tensor. `step()` stages what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from stallfree.engine import weights
+from stallfree.engine.gradient import Staged, StagedGradient
+from stallfree.engine.host import Task
+from stallfree.engine.window import BlockState, Early, WeightState
+from stallfree.kernels.device import Hyper
+
+if TYPE_CHECKING:
+    from stallfree.engine.pipeline import Engine
+
+
+class Staging:
+    """Stages gradients of one engine, and answers for what is staged (the `Owner` of handles)."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self._scaling: tuple[Tensor | None, Tensor | float, int, Tensor] | None = None  # the last product of `scaled`
+
+    # From backward
+
+    def on_gradient(self, state: WeightState) -> None:
+        """After each accumulation into a weight's `.grad`."""
+        if self.engine.delay:
+            self.engine.delay("hook")
+        state.passes_seen += 1
+        if type(state.weight.param.grad) is StagedGradient:  # it was added to what is staged already
+            return
+        if state.staged is not None:  # zero_grad() discarded it
+            self.discard(state)
+            state.passes_seen = 1
+        if not state.ready and state.passes_seen >= (state.passes_expected or 1):
+            state.ready = True
+            block = state.block
+            block.missing -= state.expected
+            if not block.missing:
+                self._stage_ready(block)
+
+    def discard(self, state: WeightState) -> None:
+        """Forget a staged gradient that is no longer in `.grad`."""
+        if _is_early(state):
+            raise RuntimeError(
+                f"the gradient of {state.weight.name} was discarded after its update had begun: update_in_backward (preset "
+                "stronghold) cannot take an update back; call step() after every backward, or use preset zero-offload"
+            )
+        state.staged, state.passes_seen = None, 0
+        self._not_ready(state)
+
+    def _not_ready(self, state: WeightState) -> None:
+        if state.ready:
+            state.ready = False
+            state.block.missing += state.expected
+
+    def _stage_ready(self, block: BlockState) -> None:
+        """Stage the block's gradients, unless zero_grad() has discarded some that were ready."""
+        grads: list[Tensor | None] = []
+        for state in block.weights:
+            grad = state.weight.param.grad if state.ready and state.staged is None else None
+            if grad is None and state.ready and state.staged is None:
+                state.passes_seen = 0
+                self._not_ready(state)
+            grads.append(grad)
+        if not block.missing:
+            self.stage(block, grads)
+
+    @torch.no_grad()
+    def stage(self, block: BlockState, grads: Sequence[Tensor | None]) -> None:
+        """Replace gradients by handles: selected rows stay on the device, deferred rows go down to the next call's slot."""
+        engine, half = self.engine, block.half
+        places: list[int] = []
+        dense: list[Tensor | None] = [None] * len(grads)
+        for place, grad in enumerate(grads):
+            if grad is not None:
+                weight = block.weights[place].weight
+                check_gradient(weight.param, grad, partial(getattr, weight, "name"))
+                engine.check_unmoved(weight.param)
+                dense[place] = grad.to(block.block.dtype).contiguous()
+                places.append(place)
+        if not places:
+            return
+        call, layout = engine.clock.call + 1, half.division.layout
+        with engine.link.device_guard():
+            block.slots.fill(call, layout, places, partial(half.split, dense))
+        for place in places:
+            state = block.weights[place]
+            state.staged = staged = Staged(state.weight, call, self)
+            state.weight.param.grad = StagedGradient(staged)
+        if engine.config.update_in_backward and block.early is None:
+            self._replay_early(block, [block.weights[place] for place in places])
+
+    def _replay_early(self, block: BlockState, states: Sequence[WeightState]) -> None:
+        """Begin the host update of a block, if its number of backward passes is known."""
+        engine = self.engine
+        if any(state.passes_expected is None for state in states):
+            return
+        weights.notice_writes(engine)
+        hypers, call, division = engine.read_hypers(), engine.clock.call + 1, block.half.division
+        arrived = block.slots.arrival(call)
+        tasks = [(state, hypers[state.weight.param]) for state in states]
+
+        def work() -> None:
+            arrived()
+            for state, hyper in tasks:
+                gradient = state.gradient(call, division, hyper, 1.0)
+                engine.worker.kernel.replay(state.host.job([gradient], 0.0, gradient.grad))
+
+        (done,) = engine.worker.submit([Task(label(block), work)])
+        block.early = Early(frozenset(state.place for state in states), done)
+
+    # In step()
+
+    def collect(self, hypers: dict[nn.Parameter, Hyper]) -> None:
+        """Make `.grad` and what is staged agree; refuse what cannot be used before anything changes."""
+        engine = self.engine
+        newcomers = []
+        for param in hypers:
+            grad = param.grad
+            if grad is None:
+                continue
+            if isinstance(grad, StagedGradient):
+                if grad.staged.consumed and not grad.staged.zero:
+                    raise RuntimeError(
+                        f"the gradient of {grad.staged.weight.name} was applied by the last step(): call zero_grad(), then "
+                        "backward"
+                    )
+                continue
+            check_gradient(param, grad, partial(engine.read_name, param))
+            if param not in engine.managed:
+                newcomers.append((engine.read_name(param), param))
+        if newcomers:  # frozen at construction, trained now
+            engine.adopt(newcomers)
+        for block in engine.blocks:
+            grads = [self._left(state) for state in block.weights]
+            if any(grad is not None for grad in grads):
+                self.stage(block, grads)
+
+    def _left(self, state: WeightState) -> Tensor | None:
+        """A gradient that is still to be staged."""
+        param = state.weight.param
+        grad = param.grad
+        if grad is None:
+            if state.staged is not None:
+                self.discard(state)
+            return None
+        if isinstance(grad, StagedGradient):
+            if not grad.staged.zero:
+                return None
+            grad = torch.zeros_like(param)
+        if state.staged is not None and _is_early(state):
+            self._refuse_change(state.staged)
+        return grad
+
+    # For handles
+
+    def norm(self, staged: Staged) -> Tensor:
+        return self.engine.channels.norm(staged.weight)
+
+    @torch.no_grad()
+    def scaled(self, factor: Tensor | None, by: Tensor | float) -> Tensor:
+        """The product. Clipping multiplies all gradients by the same number, which is done once."""
+        version = by._version if isinstance(by, Tensor) else 0
+        last = self._scaling
+        if last is not None and last[0] is factor and last[1] is by and last[2] == version:
+            return last[3]
+        number = torch.as_tensor(by, dtype=torch.float32, device=self.engine.device).reshape(())
+        product = number.clone() if factor is None else factor * number
+        self._scaling = (factor, by, version, product)
+        return product
+
+    def check_scalable(self, staged: Staged) -> None:
+        if self.engine.config.update_in_backward:
+            self._refuse_change(staged)
+
+    def _refuse_change(self, staged: Staged) -> NoReturn:
+        raise RuntimeError(
+            f"the gradient of {staged.weight.name} cannot be changed: update_in_backward (preset stronghold) starts "
+            "its update during backward. Clipping, scaling and a varying number of backward passes need preset zero-offload"
+        )
+
+    def restage(self, staged: Staged, grad: Tensor) -> None:
+        """Another backward pass adds to a staged gradient, in the gradient's dtype, as `.grad += grad` would."""
+        engine = self.engine
+        state = engine.weights[staged.weight.param]
+        if staged.consumed and not staged.zero:
+            raise RuntimeError(
+                f"the gradient of {staged.weight.name} was applied by step() already; call zero_grad() after step()"
+            )
+        if _is_early(state):
+            self._refuse_change(staged)
+        if staged.zero:
+            total = grad
+        else:
+            engine.meter.restages += 1
+            total = self.full_gradient(staged) + grad
+        block, call = state.block, engine.clock.call + 1
+        grads: list[Tensor | None] = [None] * len(block.weights)
+        grads[state.place] = total.to(staged.weight.dtype).contiguous()
+        layout = block.half.division.layout
+        with engine.link.device_guard():
+            block.slots.fill(call, layout, [state.place], partial(block.half.split, grads))
+        staged.factor, staged.zero, staged.consumed, staged.call = None, False, False, call
+        state.staged = staged
+
+    def full_gradient(self, staged: Staged) -> Tensor:
+        """The plain gradient of a handle: a device tensor of the parameter's shape. Waits for its copy."""
+        state = self.engine.weights[staged.weight.param]
+        if staged.zero:
+            return torch.zeros_like(staged.weight.param)
+        if staged.consumed or _is_early(state):
+            raise RuntimeError(f"the gradient of {staged.weight.name} was applied already; read it between backward and step()")
+        block, place = state.block, state.place
+        division, slots = block.half.division, block.slots
+        full = torch.empty_like(staged.weight.param, memory_format=torch.contiguous_format)
+        rows = staged.weight.rows_of(full)
+        slots.arrival(staged.call)()
+        rows.index_copy_(0, division.selected[place], division.layout.selected_rows(block.half.gradient, place))
+        link = self.engine.link
+        with link.device_guard(), link.up(slots.rows(staged.call, division.layout, place)) as (deferred, _):
+            shape = (-1, staged.weight.length)
+            rows.index_copy_(0, division.deferred[place], deferred.view(shape))
+        return full if staged.factor is None else full.mul_(staged.factor)
+
+
+def _is_early(state: WeightState) -> bool:
+    early = state.block.early
+    return early is not None and state.place in early.places
+
+
+def label(block: BlockState) -> str:
+    """The block's parameters by name."""
+    return ", ".join(state.weight.name or f"a parameter of shape {tuple(state.weight.shape)}" for state in block.weights)
+
+
+def check_gradient(param: Tensor, grad: Tensor, name: Callable[[], str]) -> None:
+    """Refuse a gradient that cannot be staged."""
+    if grad.layout != torch.strided:
+        raise TypeError(
+            f"the gradient of {_label(param, name())} is {grad.layout}; only dense ones work (nn.Embedding(sparse=False))"
+        )
+    if grad.shape != param.shape:
+        raise RuntimeError(
+            f"{_label(param, name())} was resized after the optimizer was built; build the optimizer after resizing the model"
+        )
+
+
+def _label(param: Tensor, name: str) -> str:
+    return name or f"a parameter of shape {tuple(param.shape)}"

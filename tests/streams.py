@@ -1,0 +1,129 @@
+"""A stand-in for CUDA streams, to run the asynchronous path without a GPU.
+
+Each copy stream is a thread that works off its queue, as late as `pause` makes it. The computing stream is the launching
+thread itself: where a device would wait, it does. So copies overtake computation and each other as freely as on a device,
+but the launching thread has no lead. A wait that nobody can end fails after a while.
+"""
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+
+from stallfree.engine import pipeline
+from stallfree.engine.transfer import DeviceLink
+
+PATIENCE = 20.0  # seconds
+
+
+class Event:
+    def __init__(self) -> None:
+        self._happened, self.time = threading.Event(), 0.0
+
+    def happen(self) -> None:
+        self.time = time.perf_counter()
+        self._happened.set()
+
+    def synchronize(self) -> None:
+        assert self._happened.wait(PATIENCE), "an event that does not happen"
+
+    def query(self) -> bool:
+        return self._happened.is_set()
+
+    def elapsed_time(self, end: "Event") -> float:
+        return (end.time - self.time) * 1e3
+
+
+class Stream:
+    def __init__(self, pause: Callable[[], None]) -> None:
+        self.todo: queue.SimpleQueue = queue.SimpleQueue()
+        self.pause, self.error = pause, None
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        while (task := self.todo.get()) is not None:
+            try:
+                self.pause()
+                task()
+            except BaseException as error:
+                self.error = error
+                return
+
+
+class StandIn:
+    """See stallfree.engine.streams.Streams."""
+
+    def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
+        self.to_host, self.to_device = Stream(pause), Stream(pause)
+        self.registered: dict[int, int] = {}
+
+    def _do(self, stream: Stream | None, task: Callable[[], None]) -> None:
+        if stream is None:
+            task()
+        else:
+            if stream.error is not None:
+                raise stream.error
+            stream.todo.put(task)
+
+    def enter_thread(self) -> None:
+        pass
+
+    def device_guard(self):
+        return nullcontext()
+
+    def current(self) -> None:
+        return None
+
+    def record(self, stream: Stream | None, *, sleeps: bool = False, timing: bool = False) -> Event:
+        event = Event()
+        self._do(stream, event.happen)
+        return event
+
+    def wait(self, stream: Stream | None, event: Event) -> None:
+        self._do(stream, event.synchronize)
+
+    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
+        assert target.nbytes == source.nbytes
+        assert target.is_contiguous()
+        assert source.is_contiguous()
+        host = target if stream is self.to_host else source
+        assert not host.nbytes or any(
+            start <= host.data_ptr() and host.data_ptr() + host.nbytes <= start + size
+            for start, size in self.registered.items()
+        ), "the host's side of a copy is not registered"
+        ours, theirs = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
+        self._do(stream, lambda: ours.copy_(theirs))
+
+    def wait_value(self, stream: Stream, address: int, value: int) -> None:
+        word = ctypes.c_uint32.from_address(address)
+
+        def spin() -> None:
+            begin = time.perf_counter()
+            while not (word.value - value) & 0xFFFFFFFF < 1 << 31:
+                assert time.perf_counter() - begin < PATIENCE, "the device waits for host work that nobody does"
+                time.sleep(0)
+
+        self._do(stream, spin)
+
+    def register(self, memory: Tensor) -> None:
+        self.registered[memory.data_ptr()] = memory.nbytes
+
+    def unregister(self, memory: Tensor) -> None:
+        del self.registered[memory.data_ptr()]
+        if not self.registered:  # the link is closed
+            for stream in (self.to_host, self.to_device):
+                stream.todo.put(None)
+
+    def synchronize(self) -> None:
+        for stream in (self.to_host, self.to_device):
+            self.record(stream).synchronize()
+
+
+def use(monkeypatch, pause: Callable[[], None] = lambda: None) -> None:
+    """Let new optimizers take the asynchronous path."""
+    monkeypatch.setattr(pipeline, "link_to", lambda device: DeviceLink(device, StandIn(pause)))

@@ -1,0 +1,141 @@
+"""The asynchronous path: nothing overtakes what it waits for, nothing waits for ever, and no result changes."""
+
+import random
+import time
+
+import pytest
+import torch
+from histories import Call, History, Player, assert_identical, histories, run
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from streams import use
+
+from stallfree import ZenFlowConfig
+from stallfree.engine.host import HostError
+from stallfree.engine.transfer import Ring
+
+SETTINGS = dict(
+    topk_ratio=0.25, update_interval=3, lag=1, full_warm_up_rounds=2, select_interval=4, min_numel=0, block_numel=60
+)
+QUARTER = settings(
+    max_examples=max(4, settings().max_examples // 4), suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def simple(calls: int = 14) -> History:
+    return History(
+        shapes=((6, 8), (5,), (8, 6), (3, 4, 2)), calls=(Call(),) * calls, config=ZenFlowConfig(**SETTINGS), groups=(0, 1, 1, 0)
+    )
+
+
+@given(history=histories(dtypes=("fp32", "fp32", "bf16", "fp16")), rule=st.sampled_from(["replay", "mean"]))
+@QUARTER
+def test_the_asynchronous_path_gives_the_same_bits(monkeypatch, history, rule):
+    expected = run(history, rule=rule)
+    with monkeypatch.context() as patch:
+        use(patch)
+        assert_identical(run(history, rule=rule), expected)
+
+
+@given(history=histories(most_calls=12, overlap_step=True), seed=st.integers(0, 100))
+@QUARTER
+def test_delays_change_no_bit_there_either(monkeypatch, history, seed):
+    rnd = random.Random(seed)
+
+    def pause() -> None:
+        time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 1e-3]))
+
+    def slowly(player: Player) -> None:
+        player.optimizer.engine.delay = lambda where: pause()
+
+    expected = run(history)
+    with monkeypatch.context() as patch:
+        use(patch, pause)
+        assert_identical(run(history, prepare=slowly), expected)
+
+
+class Broken:
+    """A host kernel that fails at its n-th job."""
+
+    name = "broken"
+
+    def __init__(self, kernel, jobs: int) -> None:
+        self.kernel, self.jobs = kernel, jobs
+
+    def replay(self, job) -> None:
+        self.jobs -= 1
+        if self.jobs < 0:
+            raise ArithmeticError("the host kernel broke")
+        self.kernel.replay(job)
+
+    def close(self) -> None:
+        self.kernel.close()
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("overlap_step", [False, True])
+def test_a_failing_worker_lets_the_device_go_on_and_the_next_step_says_why(monkeypatch, asynchronous, overlap_step):
+    if asynchronous:
+        use(monkeypatch)
+    player = Player(simple(), overlap_step=overlap_step)
+    player.play(5)
+    worker = player.optimizer.engine.worker
+    worker.kernel = Broken(worker.kernel, jobs=1)
+    with pytest.raises(HostError, match=r"(?s)parameter of shape.*the host kernel broke"):
+        player.play()
+    assert player.t < 12
+    with pytest.raises(RuntimeError, match="earlier step failed"):
+        player.optimizer.step()
+    player.close()
+
+
+def test_closing_releases_every_wait(monkeypatch):
+    """Also those of windows that nobody has replayed: a device that waits would never let the process end."""
+    use(monkeypatch)
+    player = Player(simple())
+    player.play(9)
+    engine = player.optimizer.engine
+    flags = [block.flag for block in engine.blocks]
+    streams = engine.link.streams
+    for flag in flags:
+        streams.wait_value(streams.to_device, flag.address, flag.value + 100)
+    player.close()  # waits for both streams
+    assert not streams.registered
+
+
+class Mark:
+    """An event, and those that had happened before it."""
+
+    def __init__(self, behind) -> None:
+        self.behind = {self, *behind}
+
+
+class Recorder:
+    """Streams that only remember which events each comes after."""
+
+    def __init__(self) -> None:
+        self.behind: dict[str, set[Mark]] = {}
+
+    def record(self, stream: str) -> Mark:
+        return Mark(self.behind.get(stream, ()))
+
+    def wait(self, stream: str, event: Mark) -> None:
+        self.behind.setdefault(stream, set()).update(event.behind)
+
+
+@given(
+    takes=st.lists(st.tuples(st.integers(0, 700), st.sampled_from("aaab")), min_size=1, max_size=60),
+    size=st.sampled_from([1400, 2048, 5000]),
+)
+def test_ring_memory_is_written_again_only_after_its_last_use(takes, size):
+    streams = Recorder()
+    memory = torch.zeros(size, dtype=torch.uint8)
+    ring, used = Ring(memory, streams), [None] * size  # by byte: the event of its last use
+    for nbytes, stream in takes:
+        share = ring.take(nbytes, stream)
+        start = share.memory.data_ptr() - memory.data_ptr() if nbytes else 0
+        assert (share.memory.numel(), start % Ring.ALIGNMENT) == (nbytes, 0)
+        for event in used[start : start + nbytes]:
+            assert event is None or event in streams.behind.get(stream, ())
+        ring.give_back(share, streams.record("copies"))
+        used[start : start + nbytes] = [share.used] * nbytes
