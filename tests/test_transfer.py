@@ -54,6 +54,15 @@ def test_delays_change_no_bit_there_either(monkeypatch, history, seed):
         assert_identical(run(history, prepare=slowly), expected)
 
 
+def test_staging_memory_for_one_block_only(monkeypatch):
+    """Copies are slow, and every block needs the same memory: its gradients must not overwrite those still on their way."""
+    config = ZenFlowConfig(topk_ratio=0.0, update_interval=2, full_warm_up_rounds=1, min_numel=0, block_numel=1)
+    history = History(shapes=((8, 8),) * 6, calls=(Call(),) * 8, config=config)
+    expected = run(history)
+    use(monkeypatch, lambda: time.sleep(1e-3))
+    assert_identical(run(history), expected)
+
+
 class Broken:
     """A host kernel that fails at its n-th job."""
 
