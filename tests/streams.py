@@ -125,6 +125,7 @@ class StandIn:
 
 
 def use(monkeypatch, pause: Callable[[], None] = lambda: None) -> None:
-    """Let new optimizers take the asynchronous path, with no more staging memory than the largest copy needs."""
+    """Let new optimizers take the asynchronous path, with little staging memory: hardly more than the largest copy needs."""
     monkeypatch.setattr(transfer, "STAGING_BYTES", 0)
+    monkeypatch.setattr(transfer, "AHEAD_BYTES", 700)
     monkeypatch.setattr(pipeline, "link_to", lambda device: DeviceLink(device, StandIn(pause)))

@@ -138,13 +138,17 @@ class Recorder:
 )
 def test_ring_memory_is_written_again_only_after_its_last_use(takes, size):
     streams = Recorder()
-    memory = torch.zeros(size, dtype=torch.uint8)
-    ring, used = Ring(memory, streams), [None] * size  # by byte: the event of its last use
+    ring, used = Ring(torch.device("cpu"), streams), [None] * size  # by byte: the event of its last use
+    ring.grow(size)
+    whole = ring.take(size, "a")
+    assert not ring.has_room(1)
+    begin, whole.used = whole.memory.data_ptr(), streams.record("copies")
     for nbytes, stream in takes:
+        assert ring.has_room(nbytes)
         share = ring.take(nbytes, stream)
-        start = share.memory.data_ptr() - memory.data_ptr() if nbytes else 0
+        start = share.memory.data_ptr() - begin if nbytes else 0
         assert (share.memory.numel(), start % Ring.ALIGNMENT) == (nbytes, 0)
         for event in used[start : start + nbytes]:
             assert event is None or event in streams.behind.get(stream, ())
-        ring.give_back(share, streams.record("copies"))
+        share.used = streams.record("copies")
         used[start : start + nbytes] = [share.used] * nbytes
