@@ -9,6 +9,7 @@ that a wait depends on is enqueued before it, so that no two waits can wait for 
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ Ready = Callable[[], object]  # blocks the calling thread until a copy has arriv
 # Device memory for copies under way: for each direction, if the largest copy fits in; and for what is sent ahead.
 STAGING_BYTES, AHEAD_BYTES = 128 << 20, 1 << 30
 RELEASED = 0x7FFFFFFF  # a flag that nobody waits for any more
+PAGE = 4096  # bytes
 FLAGS = 1024  # words that are registered together
 PAIRS = 4096  # stalls of the device whose times are not read yet
 
@@ -218,12 +220,15 @@ class DeviceLink(Link):
                 ring.grow(needed)
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Registered, because pinned allocation is slower and rounds sizes up."""
-        memory = torch.empty(shape, dtype=dtype)
-        if memory.numel():
-            self.streams.register(memory)
-            self._registered.append(memory)
-        return memory
+        """Registered, because pinned allocation is slower and rounds sizes up. No two registrations share a page."""
+        numel = math.prod(shape)
+        nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
+        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+        pages = memory[-memory.data_ptr() % PAGE :][:nbytes]
+        if nbytes:
+            self.streams.register(pages)
+            self._registered.append(pages)
+        return pages[: numel * dtype.itemsize].view(dtype).view(shape)
 
     def flag(self) -> Flag:
         place = len(self._flags) % FLAGS
@@ -236,8 +241,10 @@ class DeviceLink(Link):
     @contextmanager
     def staging(self, target: Tensor) -> Iterator[Tensor]:
         share = self._rings[0].take(target.nbytes, self.streams.current())
-        yield share.memory.view(target.dtype)
-        share.used = self._last
+        try:
+            yield share.memory.view(target.dtype)
+        finally:
+            share.used = self._last or self.streams.record(self.streams.current())
 
     def down(self, source: Tensor, target: Tensor, after: Event | None = None) -> Ready:
         self._count(down=source.nbytes)
