@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from stallfree.engine import pipeline
+from stallfree.engine import pipeline, transfer
 from stallfree.engine.transfer import DeviceLink
 
 PATIENCE = 20.0  # seconds
@@ -125,5 +125,7 @@ class StandIn:
 
 
 def use(monkeypatch, pause: Callable[[], None] = lambda: None) -> None:
-    """Let new optimizers take the asynchronous path."""
+    """Let new optimizers take the asynchronous path, with little staging memory: hardly more than the largest copy needs."""
+    monkeypatch.setattr(transfer, "STAGING_BYTES", 0)
+    monkeypatch.setattr(transfer, "AHEAD_BYTES", 700)
     monkeypatch.setattr(pipeline, "link_to", lambda device: DeviceLink(device, StandIn(pause)))

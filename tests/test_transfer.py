@@ -54,6 +54,15 @@ def test_delays_change_no_bit_there_either(monkeypatch, history, seed):
         assert_identical(run(history, prepare=slowly), expected)
 
 
+def test_staging_memory_for_one_block_only(monkeypatch):
+    """Copies are slow, and every block needs the same memory: its gradients must not overwrite those still on their way."""
+    config = ZenFlowConfig(topk_ratio=0.0, update_interval=2, full_warm_up_rounds=1, min_numel=0, block_numel=1)
+    history = History(shapes=((8, 8),) * 6, calls=(Call(),) * 8, config=config)
+    expected = run(history)
+    use(monkeypatch, lambda: time.sleep(1e-3))
+    assert_identical(run(history), expected)
+
+
 class Broken:
     """A host kernel that fails at its n-th job."""
 
@@ -129,13 +138,17 @@ class Recorder:
 )
 def test_ring_memory_is_written_again_only_after_its_last_use(takes, size):
     streams = Recorder()
-    memory = torch.zeros(size, dtype=torch.uint8)
-    ring, used = Ring(memory, streams), [None] * size  # by byte: the event of its last use
+    ring, used = Ring(torch.device("cpu"), streams), [None] * size  # by byte: the event of its last use
+    ring.grow(size)
+    whole = ring.take(size, "a")
+    assert not ring.has_room(1)
+    begin, whole.used = whole.memory.data_ptr(), streams.record("copies")
     for nbytes, stream in takes:
+        assert ring.has_room(nbytes)
         share = ring.take(nbytes, stream)
-        start = share.memory.data_ptr() - memory.data_ptr() if nbytes else 0
+        start = share.memory.data_ptr() - begin if nbytes else 0
         assert (share.memory.numel(), start % Ring.ALIGNMENT) == (nbytes, 0)
         for event in used[start : start + nbytes]:
             assert event is None or event in streams.behind.get(stream, ())
-        ring.give_back(share, streams.record("copies"))
+        share.used = streams.record("copies")
         used[start : start + nbytes] = [share.used] * nbytes

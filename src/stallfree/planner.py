@@ -9,7 +9,7 @@ from torch import nn
 
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import Block, build_blocks, classify
-from stallfree.engine.schedule import slots_needed
+from stallfree.engine.schedule import publishing_calls, slots_needed
 from stallfree.engine.transfer import ring_bytes
 
 GIB = 1 << 30
@@ -63,7 +63,8 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
         device += selected + weight.selected_count * weight.length * weight.param.element_size() + 8 * weight.channels
     staging = 0
     if weights and weights[0].param.device.type != "cpu":
-        staging = 2 * ring_bytes([_copied_bytes(block) for block in build_blocks(weights, config)])
+        sizes = [_copied_bytes(block) for block in build_blocks(weights, config)]
+        staging = sum(ring_bytes(sizes, publishing_calls(config)))
     resident = sum(item.param.numel() for item in residents)
     return Plan(numel, resident, state, slots, exchange, device + 12 * resident, staging)
 

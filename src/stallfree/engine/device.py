@@ -146,6 +146,11 @@ class SelectedState:
             adopt_weights(self.rows(self.master, place), rows[self.installed.selected[place]])
 
     @property
+    def copied_bytes(self) -> int:
+        """Of the largest copy up: of deferred weights, or of the state of channels that change hands."""
+        return max(self.block.numel * self.block.dtype.itemsize, self.memory.nbytes)
+
+    @property
     def nbytes(self) -> int:
         flats = (self.memory, self.gradient, self.squares, self.score)
         return sum(flat.nbytes for flat in flats)

@@ -21,7 +21,7 @@ from stallfree.engine.channels import Channels
 from stallfree.engine.device import Layouts, SelectedState
 from stallfree.engine.host import HostWorker, Task, host_cores
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
-from stallfree.engine.schedule import Clock, slots_needed
+from stallfree.engine.schedule import Clock, publishing_calls, slots_needed
 from stallfree.engine.staging import Staging, label
 from stallfree.engine.transfer import HostWork, link_to
 from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, written
@@ -80,8 +80,7 @@ class Engine:
             self.channels.extend(split)
         blocks = build_blocks(split, self.config)
         halves = [SelectedState(block, self.channels, self.kernel, self._layouts) for block in blocks]
-        if blocks:
-            self.link.reserve([max(half.block.numel * half.block.dtype.itemsize, half.memory.nbytes) for half in halves])
+        self.link.reserve([half.copied_bytes for half in halves], publishing_calls(self.config))
         for block, half in zip(blocks, halves, strict=True):
             self.blocks.append(BlockState(block, half, self.link, self.config))
             self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
@@ -236,8 +235,11 @@ class Engine:
             states = [state for state in block.weights if early is None or state.place not in early.places]
             work = partial(self._replay_window, window, states)
             tasks.append(Task(label(block), work, window.work.flag, window.work.value))
-        for (_, window), done in zip(closing, self.worker.submit(tasks) if tasks else (), strict=True):
+        for (block, window), done in zip(closing, self.worker.submit(tasks) if tasks else (), strict=True):
             window.work.done.append(done)
+            if window.due > self.clock.call:
+                source = block.slots.flat(window.calls[0].call, window.division.layout)
+                window.ahead = self.link.send_ahead(source, window.work)
 
     def _replay_window(self, window: Window, states: Sequence[WeightState]) -> None:
         first, layout = window.calls[0].call, window.division.layout
@@ -263,9 +265,12 @@ class Engine:
             division, calls = window.division, [collected.call for collected in window.calls]
             if len(window.dropped) < len(block.weights):
                 params = [None if place in window.dropped else param for place, param in enumerate(block.params)]
-                with self.link.up(block.slots.flat(calls[0], division.layout), window.work) as (values, arrived):
+                source = block.slots.flat(calls[0], division.layout)
+                with self.link.up(source, window.work, window.ahead) as (values, arrived):
                     self.kernel.publish(division.layout, division.targets, params, values)
                 block.slots.free(calls, arrived)
+            else:
+                window.forget()
             if window.hands_over:
                 if block.half.handover is not None:
                     assert block.exchange is not None

@@ -217,7 +217,8 @@ def _load_resident(resident: ResidentState, saved: dict[str, Any]) -> None:
 
 
 def _load_block(engine: Engine, block: BlockState, params: dict[nn.Parameter, dict[str, Any]]) -> None:
-    block.open, block.queue, block.early = [], [], None
+    block.clear()
+    block.early = None
     entries = [params[state.weight.param] for state in block.weights]
     for state in block.weights:
         state.staged, state.passes_seen, state.restored = None, 0, None

@@ -9,6 +9,7 @@ that a wait depends on is enqueued before it, so that no two waits can wait for 
 from __future__ import annotations
 
 import ctypes
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,10 @@ from stallfree.kernels.block import BlockLayout
 
 Ready = Callable[[], object]  # blocks the calling thread until a copy has arrived
 
-STAGING_BYTES = 256 << 20  # of device memory for copies under way in each direction, if the largest block fits in
+# Device memory for copies under way: for each direction, if the largest copy fits in; and for what is sent ahead.
+STAGING_BYTES, AHEAD_BYTES = 128 << 20, 1 << 30
 RELEASED = 0x7FFFFFFF  # a flag that nobody waits for any more
+PAGE = 4096  # bytes
 FLAGS = 1024  # words that are registered together
 PAIRS = 4096  # stalls of the device whose times are not read yet
 
@@ -37,9 +40,14 @@ def _arrived() -> None:
     """A copy that is done when it returns."""
 
 
-def ring_bytes(sizes: Sequence[int]) -> int:
-    """Of each direction's staging memory, when copies have these sizes."""
-    return max(max(sizes, default=0), min(STAGING_BYTES, 2 * sum(sizes)))
+def ring_bytes(sizes: Sequence[int], calls: int) -> tuple[int, int, int]:
+    """Of staging memory down, up and ahead, when copies have these sizes and a call brings up one part in so many of them.
+
+    calls 0: nothing is sent ahead.
+    """
+    largest = max(sizes, default=0)
+    staging = max(largest, min(STAGING_BYTES, sum(sizes)))
+    return staging, staging, min(AHEAD_BYTES, largest + sum(sizes) // calls) if calls else 0
 
 
 class Flag:
@@ -123,8 +131,8 @@ class Link:
         """Whatever enqueues copies does so inside."""
         return nullcontext()
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Make room for copies of so many bytes, all of which are under way at once if possible."""
+    def reserve(self, sizes: Sequence[int], calls: int) -> None:
+        """Make room for copies of so many bytes, of which each call brings its share up."""
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that the device can reach."""
@@ -154,9 +162,15 @@ class Link:
             target.copy_(source)
         return _arrived
 
+    def send_ahead(self, source: Tensor, work: HostWork) -> Arrival | None:
+        """Begin an `up` early, if there is room: the copy is made as soon as the host work is done."""
+        return None
+
     @contextmanager
-    def up(self, source: Tensor, work: HostWork | None = None) -> Iterator[tuple[Tensor, Event | None]]:
-        """A device copy of host memory once host work is done, and the event of the copy."""
+    def up(
+        self, source: Tensor, work: HostWork | None = None, ahead: Arrival | None = None
+    ) -> Iterator[tuple[Tensor, Event | None]]:
+        """A device copy of host memory once host work is done, unless it was sent ahead; and the event of the copy."""
         if work is not None:
             self.wait(work)
         self._count(up=source.nbytes)
@@ -193,26 +207,28 @@ class DeviceLink(Link):
         self._registered: list[Tensor] = []
         self._flags: list[Flag] = []
         self._words: Tensor | None = None
-        self._rings: tuple[Ring, Ring] | None = None  # what goes down, what goes up
+        self._rings = tuple(Ring(device, streams) for _ in range(3))  # what goes down, up, and up ahead of time
         self._last: Event | None = None  # of the last copy down
 
     def device_guard(self) -> AbstractContextManager[object]:
         return self.streams.device_guard()
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        needed = ring_bytes(sizes)
-        if self._rings is None or self._rings[0].size < needed:
-            self.streams.synchronize()  # at construction, or when parameters join
-            down, up = (torch.empty(needed, dtype=torch.uint8, device=self.device) for _ in range(2))
-            self._rings = Ring(down, self.streams), Ring(up, self.streams)
+    def reserve(self, sizes: Sequence[int], calls: int) -> None:
+        self.streams.synchronize()  # when parameters join, the memory of what is under way is replaced
+        for ring, needed in zip(self._rings, ring_bytes(sizes, calls), strict=True):
+            if ring.size < needed:
+                ring.grow(needed)
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Registered, because pinned allocation is slower and rounds sizes up."""
-        memory = torch.empty(shape, dtype=dtype)
-        if memory.numel():
-            self.streams.register(memory)
-            self._registered.append(memory)
-        return memory
+        """Registered, because pinned allocation is slower and rounds sizes up. No two registrations share a page."""
+        numel = math.prod(shape)
+        nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
+        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+        pages = memory[-memory.data_ptr() % PAGE :][:nbytes]
+        if nbytes:
+            self.streams.register(pages)
+            self._registered.append(pages)
+        return pages[: numel * dtype.itemsize].view(dtype).view(shape)
 
     def flag(self) -> Flag:
         place = len(self._flags) % FLAGS
@@ -224,10 +240,11 @@ class DeviceLink(Link):
 
     @contextmanager
     def staging(self, target: Tensor) -> Iterator[Tensor]:
-        assert self._rings is not None
         share = self._rings[0].take(target.nbytes, self.streams.current())
-        yield share.memory.view(target.dtype)
-        self._rings[0].give_back(share, self._last)
+        try:
+            yield share.memory.view(target.dtype)
+        finally:
+            share.used = self._last or self.streams.record(self.streams.current())
 
     def down(self, source: Tensor, target: Tensor, after: Event | None = None) -> Ready:
         self._count(down=source.nbytes)
@@ -239,24 +256,33 @@ class DeviceLink(Link):
         self._last = streams.record(streams.to_host, sleeps=True)
         return self._last.synchronize
 
-    @contextmanager
-    def up(self, source: Tensor, work: HostWork | None = None) -> Iterator[tuple[Tensor, Event | None]]:
-        assert self._rings is not None
+    def send_ahead(self, source: Tensor, work: HostWork) -> Arrival | None:
+        ahead = self._rings[2]
+        return self._up(source, work, ahead) if ahead.has_room(source.nbytes) else None
+
+    def _up(self, source: Tensor, work: HostWork | None, ring: Ring) -> Arrival:
         self._count(up=source.nbytes)
-        streams, current = self.streams, self.streams.current()
+        streams = self.streams
         if work is not None and work.flag is not None:
             streams.wait_value(streams.to_device, work.flag.address, work.value)
-        share = self._rings[1].take(source.nbytes, streams.to_device)
+        share = ring.take(source.nbytes, streams.to_device)
         streams.copy(share.memory, source, streams.to_device)
-        arrived = streams.record(streams.to_device)
+        return Arrival(share, streams.record(streams.to_device))
+
+    @contextmanager
+    def up(
+        self, source: Tensor, work: HostWork | None = None, ahead: Arrival | None = None
+    ) -> Iterator[tuple[Tensor, Event | None]]:
+        streams, current = self.streams, self.streams.current()
+        arrival = ahead or self._up(source, work, self._rings[1])
         if work is None:
-            streams.wait(current, arrived)
+            streams.wait(current, arrival.event)
         else:
             begin = streams.record(current, timing=True)
-            streams.wait(current, arrived)
+            streams.wait(current, arrival.event)
             self.stalls.add_pair(begin, streams.record(current, timing=True))
-        yield share.memory.view(source.dtype), arrived
-        self._rings[1].give_back(share, streams.record(current))
+        yield arrival.share.memory.view(source.dtype), arrival.event
+        arrival.share.used = streams.record(current)
 
     def enter_thread(self) -> None:
         self.streams.enter_thread()
@@ -271,7 +297,8 @@ class DeviceLink(Link):
             self.streams.synchronize()
         while self._registered:
             self.streams.unregister(self._registered.pop())
-        self._rings = None
+        for ring in self._rings:
+            ring.grow(0)
 
 
 @dataclass(slots=True)
@@ -284,17 +311,52 @@ class Share:
     used: Event | None = None  # when whoever reads it is done
 
 
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A copy on its way up."""
+
+    share: Share
+    event: Event
+
+    def forget(self) -> None:
+        """Nobody will use it."""
+        self.share.used = self.event
+
+
 class Ring:
     """Device memory that is handed out in turn to one stream, which waits until it is free again."""
 
     ALIGNMENT = 256  # bytes
 
-    def __init__(self, memory: Tensor, streams: Streams) -> None:
-        self._memory, self._streams = memory, streams
-        self.size = memory.numel()
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self._device, self._streams = device, streams
         self._held: deque[Share] = deque()  # oldest first
         self._next = 0
         self._stream: Stream | None = None
+        self.grow(0)
+
+    def grow(self, nbytes: int) -> None:
+        """Take other memory. The device must be idle; what is held keeps the old one."""
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        self.size = nbytes
+        self._held.clear()
+        self._next = 0
+
+    def _place(self, nbytes: int) -> tuple[int, list[Share]]:
+        """Where the next share begins, and which older ones have to go: those it covers, and at the end those behind it."""
+        wraps = self._next + nbytes > self.size
+        start = 0 if wraps else self._next
+        gone: list[Share] = []
+        for share in self._held:
+            covered = share.start < start + nbytes and start < share.end
+            if not covered and not (wraps and share.start >= self._next):
+                break
+            gone.append(share)
+        return start, gone
+
+    def has_room(self, nbytes: int) -> bool:
+        """Whether nothing is in the way whose last use has not been enqueued yet."""
+        return nbytes <= self.size and all(share.used is not None for share in self._place(nbytes)[1])
 
     def take(self, nbytes: int, stream: Stream) -> Share:
         """Memory that the stream may write from now on."""
@@ -302,28 +364,17 @@ class Ring:
         if self._stream is not None and stream != self._stream:  # what the last one has waited for counts
             self._streams.wait(stream, self._streams.record(self._stream))
         self._stream = stream
-        start = self._next
-        if start + nbytes > self.size:
-            while self._held and self._held[0].start >= start:  # what lies behind goes unused this time
-                self._drop_oldest(stream)
-            start = 0
+        start, gone = self._place(nbytes)
+        for share in gone:
+            assert share.used is not None, "the staging memory is too small for what is in use at once"
+            self._streams.wait(stream, share.used)
+            self._held.popleft()
         end = start + nbytes
-        while self._held and self._held[0].start < end and start < self._held[0].end:
-            self._drop_oldest(stream)
         self._next = -(-end // self.ALIGNMENT) * self.ALIGNMENT
         share = Share(start, end, self._memory[start:end])
         if nbytes:
             self._held.append(share)
         return share
-
-    def give_back(self, share: Share, used: Event | None) -> None:
-        """Free once the event has happened."""
-        share.used = used
-
-    def _drop_oldest(self, stream: Stream) -> None:
-        share = self._held.popleft()
-        assert share.used is not None, "the staging memory is too small for what is in use at once"
-        self._streams.wait(stream, share.used)
 
 
 def link_to(device: torch.device) -> Link:

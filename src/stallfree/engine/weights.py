@@ -44,10 +44,9 @@ def _finish(engine: Engine, block: BlockState) -> None:
     """Bring a block's state up to date with every gradient so far, publishing nothing."""
     block.settle()
     block.half.show()
-    block.queue.clear()
     for state in block.weights:
         _replay_now(engine, state, block.open)
-    block.open = []
+    block.clear()
     block.schedule.collected = 0
 
 

@@ -15,7 +15,7 @@ from stallfree.engine.exchange import Exchange
 from stallfree.engine.gradient import Staged
 from stallfree.engine.host import HostState
 from stallfree.engine.schedule import BlockSchedule
-from stallfree.engine.transfer import HostWork, Link, Ready, Slots
+from stallfree.engine.transfer import Arrival, HostWork, Link, Ready, Slots
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import SlotGradient
 
@@ -106,7 +106,13 @@ class Window:
     hands_over: bool = False  # its publish shows the channels that have arrived on the device
     merge: Callable[[], None] | None = None  # what the worker does about them after the replay
     work: HostWork = field(default_factory=HostWork)  # its replay
+    ahead: Arrival | None = None  # what it publishes, on its way up already
     dropped: set[int] = field(default_factory=set)  # weights whose publish an outside write made void
+
+    def forget(self) -> None:
+        """Nothing of it will be published."""
+        if self.ahead is not None:
+            self.ahead.forget()
 
 
 class BlockState:
@@ -153,6 +159,12 @@ class BlockState:
         if self.half.handover is not None:
             assert self.exchange is not None
             self.exchange.receive(HostWork())
+
+    def clear(self) -> None:
+        """Let go of what has been collected."""
+        for window in self.queue:
+            window.forget()
+        self.open, self.queue = [], []
 
     def expect(self) -> None:
         """Begin to wait for the gradients of the next call: of those weights that had one in this call."""
