@@ -1,6 +1,6 @@
 """Time of a training step against its floor, forward and backward alone, on one GPU.
 
-    python benchmarks/step.py --model 1.5b --batch 4 --seq 1024 --modes floor device stallfree:update_interval=4
+    python benchmarks/step.py --model 1.5b --batch 4 --modes floor adamw stallfree:update_interval=4
 
 A mode is "floor", "adamw" (torch's fused AdamW on the GPU) or a preset with settings: PRESET[:NAME=VALUE,...]. Every mode has
 a model of its own; rounds of steps alternate between the modes, so that other load on the machine hits all of them. Within a

@@ -128,4 +128,4 @@ def use(monkeypatch, pause: Callable[[], None] = lambda: None) -> None:
     """Let new optimizers take the asynchronous path, with little staging memory: hardly more than the largest copy needs."""
     monkeypatch.setattr(transfer, "STAGING_BYTES", 0)
     monkeypatch.setattr(transfer, "AHEAD_BYTES", 700)
-    monkeypatch.setattr(pipeline, "link_to", lambda device: DeviceLink(device, StandIn(pause)))
+    monkeypatch.setattr(pipeline, "link_to", lambda device, config: DeviceLink(device, StandIn(pause)))

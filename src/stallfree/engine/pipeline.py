@@ -46,7 +46,7 @@ class Engine:
         self.config, self.read_hypers, self.read_name = config, read_hypers, read_name
         self.device = named[0][1].device
         self.kernel = block_kernel(self.device)
-        self.link = link_to(self.device)
+        self.link = link_to(self.device, config)
         threads, cores = host_cores(config, on_gpu=self.device.type != "cpu")
         self.worker = HostWorker(host_kernel(config.host_kernel, threads, cores), config.overlap_step, self.link)
         self.clock = Clock.of(config)

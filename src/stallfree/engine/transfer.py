@@ -1,6 +1,7 @@
 """Slots in host memory, and the copies between them and the device.
 
-`Link` is the CPU's: a copy is a copy, and waiting for the host is waiting. `DeviceLink` never lets the launching thread wait.
+`Link` is the plain one: a copy is a copy, and waiting for the host is waiting. `DeviceLink` (`async_transfers`) never lets the
+launching thread wait.
 Each direction has a stream; gradients pass through a bounded ring of device memory on their way down, weights on their way up.
 The device itself waits for host work: for a word in host memory that the worker raises when a window is replayed. Everything
 that a wait depends on is enqueued before it, so that no two waits can wait for each other.
@@ -119,7 +120,10 @@ class Stalls:
 
 
 class Link:
-    """Moves rows down to the host and up to the device, and counts the bytes where the copies are issued."""
+    """Moves rows down to the host and up to the device, and counts the bytes where the copies are issued.
+
+    This one lets the launching thread wait, for every copy and for host work. On the CPU there is nothing to copy.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -129,7 +133,7 @@ class Link:
 
     def device_guard(self) -> AbstractContextManager[object]:
         """Whatever enqueues copies does so inside."""
-        return nullcontext()
+        return nullcontext() if self.device.type == "cpu" else torch.cuda.device(self.device)
 
     def reserve(self, sizes: Sequence[int], calls: int) -> None:
         """Make room for copies of so many bytes, of which each call brings its share up."""
@@ -149,8 +153,8 @@ class Link:
 
     @contextmanager
     def staging(self, target: Tensor) -> Iterator[Tensor]:
-        """Where the device writes what `down` then copies to `target`. Without a device, the target itself."""
-        yield target
+        """Where the device writes what `down` then copies to `target`. On the CPU, the target itself."""
+        yield target if self.device.type == "cpu" else torch.empty_like(target, device=self.device)
 
     def down(self, source: Tensor, target: Tensor, after: Event | None = None) -> Ready:
         """Copy a device tensor into host memory, after an event; call the result before reading it there.
@@ -174,7 +178,7 @@ class Link:
         if work is not None:
             self.wait(work)
         self._count(up=source.nbytes)
-        yield source, None
+        yield source.to(self.device), None
 
     def wait(self, work: HostWork) -> None:
         """Let the launching thread wait for host work."""
@@ -377,8 +381,8 @@ class Ring:
         return share
 
 
-def link_to(device: torch.device) -> Link:
-    return DeviceLink(device, Streams(device)) if device.type == "cuda" else Link(device)
+def link_to(device: torch.device, config: ZenFlowConfig) -> Link:
+    return DeviceLink(device, Streams(device)) if device.type == "cuda" and config.async_transfers else Link(device)
 
 
 class Slots:

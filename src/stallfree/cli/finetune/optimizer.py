@@ -34,7 +34,7 @@ def build_optimizer(model: nn.Module, settings: FinetuneSettings, config: ZenFlo
     """AdamW on every trainable parameter; vectors (norms, biases) are not decayed.
 
     Raises:
-        UsageError: if its state does not fit into memory.
+        UsageError: if its state does not fit into memory, or the optimizer refuses this machine.
     """
     if config.channel_dim == "auto":
         config = config.replace(channel_dim=channel_dims(model))
@@ -46,8 +46,8 @@ def build_optimizer(model: nn.Module, settings: FinetuneSettings, config: ZenFlo
     groups = [group for group in groups if group["params"]]
     try:
         return ZenFlowAdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, config=config)
-    except MemoryError as error:
-        raise UsageError(str(error)) from None
+    except (MemoryError, RuntimeError) as error:
+        raise UsageError(str(error)) from error
 
 
 def build_schedule(optimizer: ZenFlowAdamW, settings: FinetuneSettings, steps: int) -> LambdaLR:
