@@ -46,6 +46,8 @@ $(VENV)/demo: $(VENV)/torch pyproject.toml setup.py $(NATIVE)
 
 $(VENV)/dev: $(VENV)/demo
 	$(BIN)/python -m pip install -q --disable-pip-version-check -e ".[dev]"
+	# The GPU kernels run in Triton's interpreter where there is no GPU; torch's CUDA builds bring their own Triton.
+	$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install -q --disable-pip-version-check triton==3.6.0
 	touch $@
 
 clean:

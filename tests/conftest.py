@@ -23,11 +23,19 @@ torch.set_num_threads(1)  # tensors are tiny here: threads would only wait for e
 
 
 def pytest_addoption(parser):
+    parser.addoption("--run-slow", action="store_true", help="also run tests marked slow")
     parser.addoption("--seed", type=int, default=0, help="of torch's and Python's generators, at the start of each test")
 
 
 def pytest_report_header(config):
     return f"seed: {config.getoption('--seed')} (--seed), CUDA devices: {torch.cuda.device_count()}"
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--run-slow"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="slow: --run-slow"))
 
 
 @pytest.fixture(autouse=True)
