@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from stallfree import planner
 from stallfree.config import ZenFlowConfig
@@ -94,6 +95,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     # torch's protocol
 
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One call of the update rule on the gradients in `.grad`. Returns the closure's loss, if one is given."""
@@ -101,7 +103,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.engine.step()
+        with self.engine.whole():
+            self.engine.step()
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -124,8 +127,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything: both halves, selection, slots in flight, schedule. Tensors are shared with the optimizer, as in torch:
         save or copy them before the next step. Neither flushes nor changes training."""
-        state.export(self.engine, self.state)
-        return super().state_dict()
+        with self.engine.whole():
+            state.export(self.engine, self.state)
+            return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken. Also writes the weights that training had at that moment."""
@@ -140,7 +144,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     def flush(self) -> None:
         """Apply every gradient so far and publish plain weights: afterwards the model holds exactly what AdamW gives."""
-        weights.flush(self.engine)
+        with self.engine.whole():
+            weights.flush(self.engine)
 
     def exact_weights(self) -> AbstractContextManager[None]:
         """For evaluation: inside, the model holds the weights `flush()` would give; afterwards training's, bit for bit."""

@@ -169,15 +169,20 @@ def _layer(name: str) -> str:
     return found.group(0) if found else ""
 
 
-def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Refuse what the optimizer cannot train, before anything is allocated."""
+def check_distinct(named: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Refuse a parameter that is listed twice."""
     seen: set[int] = set()
-    devices: dict[torch.device, str] = {}
     for name, param in named:
-        label = name or f"parameter of shape {tuple(param.shape)}"
         if id(param) in seen:
-            raise ValueError(f"{label} is given twice; list each parameter once (tied weights are one parameter)")
+            raise ValueError(f"{_label(name, param)} is given twice; list each parameter once (tied weights are one parameter)")
         seen.add(id(param))
+
+
+def check_trainable(named: Sequence[tuple[str, nn.Parameter]], device: torch.device | None = None) -> None:
+    """Refuse what the optimizer cannot train, before anything is allocated. device: where the others are, if there are any."""
+    devices: dict[torch.device, str] = {} if device is None else {device: "the others"}
+    for name, param in named:
+        label = _label(name, param)
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
                 f"{label} has dtype {param.dtype}; train in float32, bfloat16 or float16 (model.to(torch.bfloat16))"
@@ -192,3 +197,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     if len(devices) > 1:
         places = ", ".join(f"{label} on {device}" for device, label in devices.items())
         raise ValueError(f"all parameters of one optimizer must be on one device, but {places}; use one optimizer per device")
+
+
+def _label(name: str, param: Tensor) -> str:
+    return name or f"parameter of shape {tuple(param.shape)}"

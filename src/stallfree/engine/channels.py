@@ -22,8 +22,8 @@ class Channels:
         self.device = device
         self.weights: list[Weight] = []
         self.starts = [0]
-        self.squares = torch.zeros(0, device=device)  # of the gradient staged last, before the user's factors
-        self.score = torch.zeros(0, device=device)
+        self.score = torch.zeros(0, dtype=torch.float32, device=device)
+        self.squares = torch.zeros_like(self.score)  # of the gradient staged last, before the user's factors
         self.deferred = torch.ones(0, dtype=torch.bool, device=device)  # where the gradient staged next goes to the host
         self._totals: Tensor | None = None  # sums of squares by weight, fp64
         self._norms: tuple[Tensor, ...] | None = None
@@ -34,12 +34,13 @@ class Channels:
         self.weights = [*self.weights, *weights]
         self.starts = [0, *accumulate(weight.channels for weight in self.weights)]
         more, old = self.starts[-1] - len(self.score), self.device
-        self.squares = torch.cat([self.squares, torch.zeros(more, device=old)])
-        self.score = torch.cat([self.score, torch.zeros(more, device=old)])
+        self.squares = torch.cat([self.squares, torch.zeros(more, dtype=torch.float32, device=old)])
+        self.score = torch.cat([self.score, torch.zeros(more, dtype=torch.float32, device=old)])
         self.deferred = torch.cat([self.deferred, torch.ones(more, dtype=torch.bool, device=old)])
-        self._offsets = torch.tensor(self.starts, device=old)
-        counts = torch.tensor([weight.channels for weight in self.weights], device=old)
-        self._owner = torch.repeat_interleave(torch.arange(len(counts), device=old), counts)  # [channels] key of the weight
+        self._offsets = torch.tensor(self.starts, dtype=torch.int64, device=old)
+        counts = torch.tensor([weight.channels for weight in self.weights], dtype=torch.int64, device=old)
+        keys = torch.arange(len(counts), dtype=torch.int64, device=old)
+        self._owner = torch.repeat_interleave(keys, counts)  # [channels] key of the weight
         self._masks.clear()
         self.changed()
 
@@ -89,7 +90,7 @@ class Channels:
         if present not in self._masks:
             if len(self._masks) > 64:
                 self._masks.clear()
-            chosen = torch.zeros(len(self.weights), dtype=torch.bool)
+            chosen = torch.zeros(len(self.weights), dtype=torch.bool, device="cpu")
             chosen[list(present)] = True
             of_weights = chosen.to(self.device)
             self._masks[present] = (of_weights, of_weights[self._owner])

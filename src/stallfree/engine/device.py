@@ -53,7 +53,7 @@ class SelectedState:
         for layout in {self.nobody, self.chosen}:
             kernel.warm_up(layout, block.dtype)
         self._stride = -(-self.chosen.selected_numel // ALIGNMENT) * ALIGNMENT
-        self.memory = torch.zeros(3 * self._stride + self.chosen.places, device=self.device)
+        self.memory = torch.zeros(3 * self._stride + self.chosen.places, dtype=torch.float32, device=self.device)
         self.master, self.exp_avg, self.exp_avg_sq, self.steps = self.parts(self.memory)
         self.gradient = torch.empty(self.chosen.selected_numel, dtype=block.dtype, device=self.device)
         self.reset()
@@ -73,7 +73,7 @@ class SelectedState:
     def reset(self) -> None:
         """As at construction: every channel is deferred."""
         none = torch.empty(0, dtype=torch.int64, device=self.device)
-        every = [torch.arange(weight.channels, device=self.device) for weight in self.block.weights]
+        every = [torch.arange(weight.channels, dtype=torch.int64, device=self.device) for weight in self.block.weights]
         self.retention: list[Tensor | None] = [None] * len(every)
         self.score.zero_()
         self.follow(Division.of(self.nobody, [none] * len(every), every))

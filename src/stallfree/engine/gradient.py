@@ -31,7 +31,7 @@ class Owner(Protocol):
 
     def check_scalable(self, staged: Staged) -> None: ...
 
-    def restage(self, staged: Staged, grad: Tensor) -> None: ...
+    def restage(self, staged: Staged, grad: Tensor | float, alpha: float) -> None: ...
 
     def full_gradient(self, staged: Staged) -> Tensor: ...
 
@@ -60,8 +60,8 @@ class Staged:
             raise RuntimeError(_way_out(self, "scaling by anything but a single number"))
         self.factor = self._owner.scaled(self.factor, factor)
 
-    def add(self, grad: Tensor) -> None:
-        self._owner.restage(self, grad)
+    def add(self, grad: Tensor | float, alpha: float) -> None:
+        self._owner.restage(self, grad, alpha)
 
     def clear(self) -> None:
         self.zero, self.factor = True, None
@@ -76,10 +76,12 @@ class StagedGradient(torch.Tensor):
     staged: Staged
 
     @staticmethod
-    def __new__(cls, staged: Staged) -> StagedGradient:
+    def __new__(
+        cls, staged: Staged, dtype: torch.dtype | None = None, device: torch.device | None = None
+    ) -> StagedGradient:
         param = staged.weight.param
         handle = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls, param.shape, strides=param.stride(), dtype=dtype or param.dtype, device=device or param.device
         )
         handle.staged = staged
         return handle
@@ -105,10 +107,11 @@ class StagedGradient(torch.Tensor):
 
 def _way_out(staged: Staged, what: str) -> str:
     name = staged.weight.name or f"a parameter of shape {tuple(staged.weight.param.shape)}"
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return (
         f"{what} is not possible on the gradient of {name}: it is staged, with its deferred part in host memory. Norms, "
-        "clipping and scaling by a number work as usual; for the plain tensor call optimizer.full_gradient(param). "
-        "DistributedDataParallel, which computes with gradients of its own, cannot be used"
+        "clipping and scaling by a number work as usual; for the plain tensor call optimizer.full_gradient(param)"
+        f"{'. DistributedDataParallel, which computes with gradients of its own, cannot be used' if distributed else ''}"
     )
 
 
@@ -152,11 +155,25 @@ def _div_(self: StagedGradient, other: Tensor | float) -> StagedGradient:
     return self
 
 
-def _add_(self: StagedGradient, other: Tensor, *, alpha: float = 1) -> StagedGradient:
-    if alpha != 1:
-        raise RuntimeError(_way_out(self.staged, "adding with a factor"))
-    self.staged.add(other)
+def _add_(self: StagedGradient, other: Tensor | float, alpha: float = 1) -> StagedGradient:
+    if not isinstance(self, StagedGradient):  # a plain tensor, to which a handle is added
+        assert isinstance(other, StagedGradient)
+        raise RuntimeError(_way_out(other.staged, "adding it to a tensor"))
+    self.staged.add(other, alpha)
     return self
+
+
+def _sub_(self: StagedGradient, other: Tensor | float, alpha: float = 1) -> StagedGradient:
+    return _add_(self, other, -alpha)
+
+
+def _to_copy(
+    self: StagedGradient, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
+) -> StagedGradient:
+    """What model.to() asks of every gradient. An applied one has nothing left to convert."""
+    if not self.staged.consumed:
+        raise RuntimeError(_way_out(self.staged, "converting or moving (zero_grad() before model.to() avoids it)"))
+    return StagedGradient(self.staged, dtype or self.dtype, device or self.device)
 
 
 def _zero_(self: StagedGradient) -> StagedGradient:
@@ -178,6 +195,10 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     aten._foreach_div_.Tensor: _foreach(_div_, torch.Tensor.div_),
     aten._foreach_div_.ScalarList: _foreach(_div_, torch.Tensor.div_),
     aten.add_.Tensor: _add_,  # what another backward pass calls
+    aten.add_.Scalar: _add_,
+    aten.sub_.Tensor: _sub_,
+    aten.sub_.Scalar: _sub_,
+    aten._to_copy.default: _to_copy,
     aten.zero_.default: _zero_,
     aten._foreach_zero_.default: _foreach(_zero_, torch.Tensor.zero_),
     aten.detach.default: lambda self: StagedGradient(self.staged),

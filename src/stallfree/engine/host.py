@@ -27,17 +27,21 @@ class HostState:
         self.weight, self.config = weight, config
         shape = (weight.channels, weight.length)
         self.master = weight.rows_of(weight.param).to("cpu", torch.float32, copy=True).contiguous()
-        self.exp_avg = torch.zeros(shape, dtype=MOMENTS[config.moments_dtype])
-        self.exp_avg_sq = torch.zeros(shape, dtype=MOMENTS[config.moments_dtype])
-        self.steps = torch.zeros(weight.channels, dtype=torch.int32)
-        self.deferred = torch.arange(weight.channels)  # int64, ascending: the rows of the open window
+        self.exp_avg = torch.zeros(shape, dtype=MOMENTS[config.moments_dtype], device="cpu")
+        self.exp_avg_sq = torch.zeros(shape, dtype=MOMENTS[config.moments_dtype], device="cpu")
+        self.steps = torch.zeros(weight.channels, dtype=torch.int32, device="cpu")
+        self.defer_all()
+
+    def defer_all(self) -> None:
+        """Every channel is the host's."""
+        self.deferred = torch.arange(self.weight.channels, dtype=torch.int64, device="cpu")  # ascending: the open window's rows
 
     def reset(self) -> None:
         """As at construction, from the weights as they are now."""
         self.master.copy_(self.weight.rows_of(self.weight.param))
         for tensor in (self.exp_avg, self.exp_avg_sq, self.steps):
             tensor.zero_()
-        self.deferred = torch.arange(self.weight.channels)
+        self.defer_all()
 
     def job(self, slots: Sequence[SlotGradient], lookahead: float, out: Tensor | None, commit: bool = True) -> ReplayJob:
         return ReplayJob(

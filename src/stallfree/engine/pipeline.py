@@ -6,17 +6,21 @@ residents and selected channels, close windows. Nothing here decides by timing; 
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from stallfree import planner
 from stallfree.config import ZenFlowConfig
 from stallfree.engine import weights
-from stallfree.engine.blocks import build_blocks, classify
+from stallfree.engine.blocks import Block, Resident, build_blocks, check_trainable, classify
 from stallfree.engine.channels import Channels
 from stallfree.engine.device import Layouts, SelectedState
 from stallfree.engine.host import HostWorker, Task, host_cores
@@ -24,13 +28,15 @@ from stallfree.engine.residents import ResidentGroup, ResidentState, resident_gr
 from stallfree.engine.schedule import Clock, publishing_calls, slots_needed
 from stallfree.engine.staging import Staging, label
 from stallfree.engine.transfer import HostWork, link_to
-from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, written
+from stallfree.engine.whole import whole
+from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, Written, written
 from stallfree.kernels import block_kernel, host_kernel
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import ReplayJob
 from stallfree.telemetry.meter import Meter
 
 Hypers = dict[nn.Parameter, Hyper]
+_open: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines that have not been closed
 
 
 class Engine:
@@ -38,13 +44,12 @@ class Engine:
 
     def __init__(
         self,
-        named: Sequence[tuple[str, nn.Parameter]],
+        device: torch.device,
         config: ZenFlowConfig,
         read_hypers: Callable[[], Hypers],
         read_name: Callable[[nn.Parameter], str],
     ) -> None:
-        self.config, self.read_hypers, self.read_name = config, read_hypers, read_name
-        self.device = named[0][1].device
+        self.device, self.config, self.read_hypers, self.read_name = device, config, read_hypers, read_name
         self.kernel = block_kernel(self.device)
         self.link = link_to(self.device, config)
         threads, cores = host_cores(config, on_gpu=self.device.type != "cpu")
@@ -57,34 +62,49 @@ class Engine:
         self.weights: dict[nn.Parameter, WeightState] = {}
         self.blocks: list[BlockState] = []
         self.managed: dict[nn.Parameter, int] = {}  # place in `seen`
-        self.seen: list[tuple[int, int]] = []  # what `written` said when this engine wrote last
+        self.seen: list[Written] = []  # when this engine wrote last
+        self.exact_at = 0  # the call after which the weights were those of a flush
         self.paused: str | None = None  # why step() is refused now
         self.failed: BaseException | None = None
-        self._groups: list[ResidentGroup] = []
+        self.closed = False
+        self.groups: list[ResidentGroup] = []
         self._layouts: Layouts = {}
-        self._one = torch.ones((), device=self.device)
+        self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._records: tuple[Tensor, Tensor] | None = None  # by call: skip flag and factors; on the device, the host
         self._process = os.getpid()
-        self.adopt(named)
+        self._lock = threading.RLock()
+        _open.add(self)
 
     # Construction
 
     def adopt(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Take parameters under management: at construction, with a new group, or when a frozen one starts to train."""
+        """Take parameters under management: at construction, with a new group, or when a frozen one starts to train.
+
+        Raises:
+            TypeError, ValueError, MemoryError, RuntimeError: before anything is changed.
+        """
+        self._refuse_shared(named)
+        check_trainable(named, self.device)
+        planner.check_fits(planner.plan(named, self.config))
         residents, split = classify(named, self.config, first_key=len(self.weights))
-        for group in resident_groups(residents, self.kernel):
-            self._groups.append(group)
-            self.residents.update({state.resident.param: state for state in group.states})
+        self.take(resident_groups(residents), build_blocks(split, self.config))
+
+    def take(self, residents: Sequence[Sequence[Resident]], blocks: Sequence[Block]) -> None:
+        """The same, with residents and weights grouped already, and the weights' keys in the order of the blocks."""
+        groups = [ResidentGroup(group, self.kernel) for group in residents]
+        split = [weight for block in blocks for weight in block.weights]
+        self.groups.extend(groups)
+        self.residents.update({state.resident.param: state for group in groups for state in group.states})
         if split:
             self.channels.extend(split)
-        blocks = build_blocks(split, self.config)
         halves = [SelectedState(block, self.channels, self.kernel, self._layouts) for block in blocks]
         self.link.reserve([half.copied_bytes for half in halves], publishing_calls(self.config))
         for block, half in zip(blocks, halves, strict=True):
             self.blocks.append(BlockState(block, half, self.link, self.config))
             self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
-        for _, param in named:
+        for item in (*(resident for group in residents for resident in group), *split):
+            param = item.param
             self.managed[param] = len(self.seen)
             self.seen.append(written(param))
         staging = weakref.ref(self.staging)
@@ -97,7 +117,8 @@ class Engine:
             self._hooks.append(weight.param.register_post_accumulate_grad_hook(arrived))
         # Records of earlier calls keep their memory. A row is used again when its call's windows have been published.
         shape = (slots_needed(self.config) + 1, 1 + len(self.weights))
-        self._records = (torch.empty(shape, device=self.device), self.link.host_empty(shape, torch.float32))
+        on_device = torch.empty(shape, dtype=torch.float32, device=self.device)
+        self._records = (on_device, self.link.host_empty(shape, torch.float32))
 
     @property
     def delay(self) -> Callable[[str], None] | None:
@@ -108,6 +129,10 @@ class Engine:
     def delay(self, sleep: Callable[[str], None] | None) -> None:
         self.link.delay = self.worker.delay = sleep
 
+    def whole(self) -> AbstractContextManager[None]:
+        """Whatever reads or changes state between calls does so inside."""
+        return whole(self._lock)
+
     # One call
 
     @torch.no_grad()
@@ -116,6 +141,7 @@ class Engine:
         hypers = self.read_hypers()
         self.staging.collect(hypers)
         weights.notice_writes(self)
+        weights.refuse_steady_writes(self)
         self.clock.tick(max(hyper.lr for hyper in hypers.values()))
         try:
             with self.link.device_guard():
@@ -125,12 +151,12 @@ class Engine:
             raise
 
     def _update(self, hypers: Hypers) -> None:
-        dense = [[resident.param.grad for resident in group.residents] for group in self._groups]
+        dense = [[resident.param.grad for resident in group.residents] for group in self.groups]
         skip, clip, factors, record = self._judge([grad for grads in dense for grad in grads if grad is not None])
         for block in self.blocks:
             self._publish_due(block)
         clips = clip.repeat(max((len(grads) for grads in dense), default=0))
-        for group, grads in zip(self._groups, dense, strict=True):
+        for group, grads in zip(self.groups, dense, strict=True):
             group.step(grads, [hypers.get(resident.param) for resident in group.residents], clips, skip)
         closing: list[tuple[BlockState, Window]] = []
         for block in self.blocks:
@@ -160,7 +186,7 @@ class Engine:
             norms = channels.norms() if scales is None else channels.norms() * scales.abs()
             some = len(staged) < len(self.weights)
             parts.append(torch.where(channels.masks(present)[0], norms, 0.0) if some else norms)
-        norm = torch.linalg.vector_norm(torch.cat(parts)) if parts else torch.zeros((), device=self.device)
+        norm = torch.linalg.vector_norm(torch.cat(parts)) if parts else torch.zeros((), dtype=torch.float32, device=self.device)
         finite = torch.isfinite(norm)
         skip = torch.zeros_like(finite) if self.config.update_in_backward else ~finite
         clip = self._one
@@ -279,7 +305,12 @@ class Engine:
 
     def mark_written(self) -> None:
         """What the weights hold now was written by this engine."""
-        self.seen = [(param.data_ptr(), param._version) for param in self.managed]
+        for param, place in self.managed.items():
+            seen = self.seen[place]
+            if seen.moved(param):
+                self.seen[place] = written(param)
+            else:
+                seen.version = param._version
 
     # Refusals and the end
 
@@ -296,7 +327,7 @@ class Engine:
 
     def check_unmoved(self, param: nn.Parameter) -> None:
         """Refuse a gradient of a parameter that is another one than it was."""
-        if param.data_ptr() != self.seen[self.managed[param]][0]:
+        if self.seen[self.managed[param]].moved(param):
             weights.check_unmoved(self, param)
 
     def refuse_early(self, what: str) -> None:
@@ -305,12 +336,36 @@ class Engine:
                 f"{what} between backward and step() is not possible with update_in_backward; call it after step()"
             )
 
+    def _refuse_shared(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Refuse parameters that another optimizer trains: each would take gradients that are for the other."""
+
+        def shared() -> list[str]:
+            others = [engine for engine in _open if engine is not self and engine.belongs_here]
+            mine = [(name, param) for name, param in named if any(param in other.managed for other in others)]
+            return [name or f"a parameter of shape {tuple(param.shape)}" for name, param in mine]
+
+        if shared():
+            gc.collect()  # the other one may be gone, but for the references that it and its scheduler have to each other
+        if names := shared():
+            raise RuntimeError(
+                f"{names[0]} is trained by another ZenFlowAdamW already, and one optimizer at a time can train a parameter: "
+                "call close() on the other one first, or train a copy of the model"
+            )
+
+    @property
+    def belongs_here(self) -> bool:
+        """Whether this process built it: a forked child has the memory, but no threads."""
+        return os.getpid() == self._process
+
     def close(self) -> None:
         """Finish host work, end the threads, remove the hooks. Idempotent; does nothing in a forked child."""
-        if os.getpid() != self._process:
+        if not self.belongs_here:
             return
+        self.closed = True
+        _open.discard(self)
         while self._hooks:
             self._hooks.pop().remove()
         self.worker.close()
         self.link.close()
         self.paused = "the optimizer was closed"
+        self.seen.clear()  # memory of a model that may move now

@@ -47,9 +47,9 @@ class ResidentGroup:
         self.residents, self.kernel = tuple(residents), kernel
         device, dtype = residents[0].param.device, residents[0].dtype
         self.layout = BlockLayout([_segment(resident.param.numel()) for resident in residents], device)
-        every = [torch.arange(segment.channels, device=device) for segment in self.layout.segments]
+        every = [torch.arange(segment.channels, dtype=torch.int64, device=device) for segment in self.layout.segments]
         self._targets = targets(self.layout, every, [every[0][:0]] * len(every))
-        self.master = torch.empty(self.layout.selected_numel, device=device)
+        self.master = torch.empty(self.layout.selected_numel, dtype=torch.float32, device=device)
         self.exp_avg, self.exp_avg_sq = torch.empty_like(self.master), torch.empty_like(self.master)
         self.steps = torch.zeros(self.layout.places, dtype=torch.int32, device=device)
         self._gradient = torch.empty(self.layout.selected_numel if len(residents) > 1 else 0, dtype=dtype, device=device)
@@ -89,7 +89,7 @@ class ResidentGroup:
             self.residents[0].param.copy_(shown)
 
 
-def resident_groups(residents: Sequence[Resident], kernel: BlockKernel) -> list[ResidentGroup]:
+def resident_groups(residents: Sequence[Resident]) -> list[list[Resident]]:
     """Small parameters of a dtype together, large and strided ones alone."""
     groups: list[list[Resident]] = []
     open_groups: dict[torch.dtype, list[Resident]] = {}
@@ -103,7 +103,7 @@ def resident_groups(residents: Sequence[Resident], kernel: BlockKernel) -> list[
                 held = open_groups[resident.dtype] = []
                 groups.append(held)
             held.append(resident)
-    return [ResidentGroup(group, kernel) for group in groups]
+    return groups
 
 
 def _segment(numel: int) -> Segment:

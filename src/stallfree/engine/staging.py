@@ -86,6 +86,12 @@ class Staging:
             if grad is not None:
                 weight = block.weights[place].weight
                 check_gradient(weight.param, grad, partial(getattr, weight, "name"))
+                if grad.requires_grad:
+                    raise RuntimeError(
+                        f"the gradient of {_label(weight.param, weight.name)} was made by backward(create_graph=True), and "
+                        "staging would lose its graph: for a penalty on gradients use torch.autograd.grad(loss, params, "
+                        "create_graph=True), and call backward() on the sum"
+                    )
                 engine.check_unmoved(weight.param)
                 dense[place] = grad.to(block.block.dtype).contiguous()
                 places.append(place)
@@ -131,11 +137,14 @@ class Staging:
             if grad is None:
                 continue
             if isinstance(grad, StagedGradient):
-                if grad.staged.consumed and not grad.staged.zero:
+                state = engine.weights.get(param)
+                if state is None or grad.staged.weight is not state.weight:
                     raise RuntimeError(
-                        f"the gradient of {grad.staged.weight.name} was applied by the last step(): call zero_grad(), then "
-                        "backward"
+                        f"what stands in .grad of {_label(param, engine.read_name(param))} is the staged gradient of another "
+                        "parameter or optimizer: call zero_grad(), then backward; train a parameter with one optimizer, and "
+                        "keep a gradient as optimizer.full_gradient(param)"
                     )
+                self.check_current(grad.staged)
                 continue
             check_gradient(param, grad, partial(engine.read_name, param))
             if param not in engine.managed:
@@ -165,7 +174,23 @@ class Staging:
 
     # For handles
 
+    def check_current(self, staged: Staged) -> None:
+        """Refuse a handle whose gradient is no longer there."""
+        state = self.engine.weights[staged.weight.param]
+        if state.weight is staged.weight and (state.staged is staged or staged.zero) and not self.engine.closed:
+            return
+        name = _label(staged.weight.param, staged.weight.name)
+        what = "applied by step() already" if staged.consumed else "discarded by zero_grad(), load_state_dict() or close()"
+        raise RuntimeError(
+            f"the gradient of {name} was {what}: call zero_grad(), then backward; to keep a gradient, keep "
+            "optimizer.full_gradient(param)"
+        )
+
     def norm(self, staged: Staged) -> Tensor:
+        state = self.engine.weights[staged.weight.param]
+        just_applied = state.staged is None and staged.consumed and staged.call == self.engine.clock.call
+        if not just_applied:  # until the next backward pass the norm is still there
+            self.check_current(staged)
         return self.engine.channels.norm(staged.weight)
 
     @torch.no_grad()
@@ -181,6 +206,7 @@ class Staging:
         return product
 
     def check_scalable(self, staged: Staged) -> None:
+        self.check_current(staged)
         if self.engine.config.update_in_backward:
             self._refuse_change(staged)
 
@@ -190,24 +216,18 @@ class Staging:
             "its update during backward. Clipping, scaling and a varying number of backward passes need preset zero-offload"
         )
 
-    def restage(self, staged: Staged, grad: Tensor) -> None:
+    def restage(self, staged: Staged, grad: Tensor | float, alpha: float) -> None:
         """Another backward pass adds to a staged gradient, in the gradient's dtype, as `.grad += grad` would."""
         engine = self.engine
+        self.check_current(staged)
         state = engine.weights[staged.weight.param]
-        if staged.consumed and not staged.zero:
-            raise RuntimeError(
-                f"the gradient of {staged.weight.name} was applied by step() already; call zero_grad() after step()"
-            )
         if _is_early(state):
             self._refuse_change(staged)
-        if staged.zero:
-            total = grad
-        else:
-            engine.meter.restages += 1
-            total = self.full_gradient(staged) + grad
+        engine.meter.restages += not staged.zero
+        total = self.full_gradient(staged).add_(grad, alpha=alpha)
         block, call = state.block, engine.clock.call + 1
         grads: list[Tensor | None] = [None] * len(block.weights)
-        grads[state.place] = total.to(staged.weight.dtype).contiguous()
+        grads[state.place] = total
         layout = block.half.division.layout
         with engine.link.device_guard():
             block.slots.fill(call, layout, [state.place], partial(block.half.split, grads))
@@ -219,7 +239,8 @@ class Staging:
         state = self.engine.weights[staged.weight.param]
         if staged.zero:
             return torch.zeros_like(staged.weight.param)
-        if staged.consumed or _is_early(state):
+        self.check_current(staged)
+        if _is_early(state):
             raise RuntimeError(f"the gradient of {staged.weight.name} was applied already; read it between backward and step()")
         block, place = state.block, state.place
         division, slots = block.half.division, block.slots

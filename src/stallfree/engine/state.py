@@ -10,28 +10,16 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from stallfree.engine.checkpoint import FIXED, VERSION, Checkpoint, Entry
 from stallfree.engine.device import Division
 from stallfree.engine.pipeline import Engine
 from stallfree.engine.residents import ResidentState
+from stallfree.engine.schedule import BlockSchedule
 from stallfree.engine.weights import notice_writes
 from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, written
 from stallfree.kernels.device import Hyper
-
-VERSION = 1
-# Settings that a run cannot change between saving and loading.
-FIXED = (
-    "topk_ratio",
-    "rule",
-    "lag",
-    "stagger",
-    "block_numel",
-    "max_update_interval",
-    "moments_dtype",
-    "update_in_backward",
-)
-
 
 def populate(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     """Views of the live state, there from construction on."""
@@ -60,33 +48,33 @@ def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     }
     config = {name: getattr(engine.config, name) for name in (*FIXED, "update_interval")}
     header = {"version": VERSION, "config": config, "clock": clock}
-    if engine.clock.call == 0:  # nothing has happened: weights and settings say it all
-        for param in (*engine.weights, *engine.residents):
-            into[param] = dict(header)
-        return
     populate(engine, into)
-    for param in engine.residents:
-        into[param].update(header)
-    for block in engine.blocks:
+    if engine.clock.call == 0:  # nothing has happened: weights, settings and the division into blocks say it all
+        into.update({param: {} for param in engine.managed})
+    for number, group in enumerate(engine.groups):
+        for place, resident in enumerate(group.residents):
+            into[resident.param].update(header, block=number, place=place)
+    for number, block in enumerate(engine.blocks):
         block.settle()
         for state in block.weights:
-            into[state.weight.param].update(header | _export_weight(block, state))
+            entry = into[state.weight.param]
+            entry.update(header, block=number, place=state.place, phase=block.phase, channel_dim=state.weight.channel_dim)
+            if engine.clock.call:
+                entry.update(_export_weight(block, state))
 
 
-def _export_weight(block: BlockState, state: WeightState) -> dict[str, Any]:
+def _export_weight(block: BlockState, state: WeightState) -> Entry:
     half, host, place = block.half, state.host, state.place
     selected = half.installed.selected[place]
     held = selected.to("cpu")
     for ours, theirs in state.halves():
         if held.numel():
             theirs[held] = ours.to("cpu", theirs.dtype)
-    exported: dict[str, Any] = {
+    exported: Entry = {
         "published": state.weight.param.detach(),
         "score": half.nobody.channels_of(half.score, place),
-        "channel_dim": state.weight.channel_dim,
         "selected": selected,
         "schedule": {
-            "phase": block.schedule.phase,
             "interval": block.schedule.interval,
             "collected": block.schedule.collected,
             "last_selection": block.schedule.last_selection,
@@ -127,86 +115,38 @@ def _export_window(window: Window, state: WeightState) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load(engine: Engine, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> None:
-    """Check everything, then take it over."""
-    engine.check_usable()
-    params = _match(engine, groups, state_dict)
-    for block in engine.blocks:  # what is under way belongs to the state that is given up
+def abandon(engine: Engine) -> None:
+    """Let go of all that is under way: it belongs to the state that is given up, and so do the gradients in `.grad`."""
+    for block in engine.blocks:
         block.settle()
-    for group, saved in zip(groups, state_dict["param_groups"], strict=True):
-        group.update({key: value for key, value in saved.items() if key not in ("params", "param_names")})
-    first = next(iter(params.values()))
-    clock = first["clock"]
+        if block.early is not None:
+            block.early.done.result()
+        block.early = None
+        for state in block.weights:
+            if state.staged is not None:
+                state.staged.consumed = True
+            state.staged, state.passes_seen, state.restored = None, 0, None
+        block.clear()
+    for param in engine.managed:
+        param.grad = None
+
+
+@torch.no_grad()
+def load(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Take over a state that fits."""
+    clock = checkpoint.first["clock"]
     engine.clock.call = clock["call"]
-    if first["config"]["update_interval"] == engine.config.update_interval:  # otherwise the new setting holds
+    if checkpoint.first["config"]["update_interval"] == engine.config.update_interval:  # otherwise the new setting holds
         engine.clock.interval = clock["interval"]
     engine.clock.warm_up, engine.clock.last_lr = clock["warm_up"], clock["last_lr"]
     for param, resident in engine.residents.items():
-        if param in params:
-            _load_resident(resident, params[param])
-            engine.seen[engine.managed[param]] = written(param)
+        _load_resident(resident, checkpoint.entries[param])
+        engine.seen[engine.managed[param]] = written(param)
     for block in engine.blocks:
-        _load_block(engine, block, params)
+        _load_block(engine, block, [checkpoint.entries[param] for param in block.params])
 
 
-def _match(engine: Engine, groups: list[dict[str, Any]], state_dict: dict[str, Any]) -> dict[nn.Parameter, dict[str, Any]]:
-    """Pair saved state with parameters; refuse what does not fit."""
-    if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= set(state_dict):
-        raise ValueError("this is no optimizer state_dict: it lacks 'state' or 'param_groups'")
-    saved_groups = state_dict["param_groups"]
-    counts, saved_counts = [len(group["params"]) for group in groups], [len(group["params"]) for group in saved_groups]
-    if counts != saved_counts:
-        raise ValueError(
-            f"the state_dict is of another model: its groups hold {saved_counts} parameters, this optimizer's {counts}"
-        )
-    names = [group.get("param_names") for group in groups]
-    for ours, saved in zip(names, (group.get("param_names") for group in saved_groups), strict=True):
-        if ours and saved and ours != saved:
-            other = next((a, b) for a, b in zip(ours, saved, strict=True) if a != b)
-            raise ValueError(f"the state_dict is of another model: where this one has {other[0]}, it has {other[1]}")
-    pairs: dict[nn.Parameter, dict[str, Any]] = {}
-    for group, saved in zip(groups, saved_groups, strict=True):
-        for param, index in zip(group["params"], saved["params"], strict=True):
-            if param in engine.weights or param in engine.residents:
-                if index not in state_dict["state"]:
-                    raise ValueError(
-                        f"the state_dict has no state for parameter {index} of shape {tuple(param.shape)}, which trains here"
-                    )
-                pairs[param] = state_dict["state"][index]
-    for param, saved in pairs.items():
-        _check_entry(engine, param, saved)
-    return pairs
-
-
-def _check_entry(engine: Engine, param: nn.Parameter, saved: dict[str, Any]) -> None:
-    state = engine.weights.get(param)
-    label = (
-        state.weight.name if state else engine.residents[param].resident.name
-    ) or f"a parameter of shape {tuple(param.shape)}"
-    if "version" not in saved or "clock" not in saved:
-        raise ValueError(f"the state of {label} was not saved by ZenFlowAdamW")
-    if saved["version"] != VERSION:
-        raise ValueError(f"the state_dict has format {saved['version']}, this version reads format {VERSION}")
-    for name in FIXED:
-        ours, theirs = getattr(engine.config, name), saved["config"][name]
-        if ours != theirs:
-            raise ValueError(
-                f"the state_dict was saved with {name}={theirs!r}, this optimizer has {name}={ours!r}; use the same setting"
-            )
-    if saved["clock"]["call"] == 0:
-        return
-    if "master" not in saved or saved["master"].shape != param.shape:
-        shape = tuple(saved["master"].shape) if "master" in saved else None
-        raise ValueError(f"the state_dict is of another model: {label} has shape {tuple(param.shape)}, its state {shape}")
-    if ("selected" in saved) != (state is not None):
-        raise ValueError(
-            f"{label} is resident on one side only: use the same min_numel and topk_ratio as when the state was saved"
-        )
-    if state is not None and saved["channel_dim"] != state.weight.channel_dim:
-        raise ValueError(f"{label} was saved with channel_dim={saved['channel_dim']}, here it is {state.weight.channel_dim}")
-
-
-def _load_resident(resident: ResidentState, saved: dict[str, Any]) -> None:
+def _load_resident(resident: ResidentState, saved: Entry) -> None:
     if "master" not in saved:
         resident.reset()
         return
@@ -216,31 +156,22 @@ def _load_resident(resident: ResidentState, saved: dict[str, Any]) -> None:
     resident.show()
 
 
-def _load_block(engine: Engine, block: BlockState, params: dict[nn.Parameter, dict[str, Any]]) -> None:
-    block.clear()
-    block.early = None
-    entries = [params[state.weight.param] for state in block.weights]
-    for state in block.weights:
-        state.staged, state.passes_seen, state.restored = None, 0, None
+def _load_block(engine: Engine, block: BlockState, entries: list[Entry]) -> None:
     block.expect()
+    block.schedule = BlockSchedule(entries[0]["phase"], **entries[0].get("schedule", {}))
     if "schedule" not in entries[0]:
         block.reset()
-        block.schedule = type(block.schedule)(block.block.phase)
         return
     _load_half(block, entries)
     for state, saved in zip(block.weights, entries, strict=True):
         _load_weight(engine, state, saved)
-    schedule = entries[0]["schedule"]
-    block.schedule = type(block.schedule)(
-        schedule["phase"], schedule["interval"], schedule["collected"], schedule["last_selection"]
-    )
     for slots in zip(*(saved["slots"] for saved in entries), strict=True):
         block.open.append(_load_call(engine, block, slots))
     for parts in zip(*(saved["windows"] for saved in entries), strict=True):
         block.queue.append(_load_window(block, parts))
 
 
-def _load_half(block: BlockState, entries: list[dict[str, Any]]) -> None:
+def _load_half(block: BlockState, entries: list[Entry]) -> None:
     half = block.half
     half.retention = [None] * len(entries)
     half.follow(_division(block, [saved["selected"] for saved in entries]))
@@ -254,13 +185,13 @@ def _division(block: BlockState, selected: list[Tensor]) -> Division:
     layout = half.chosen if sum(map(len, selected)) else half.nobody
     deferred = []
     for channels, segment in zip(selected, layout.segments, strict=True):
-        rest = torch.ones(segment.channels, dtype=torch.bool)
+        rest = torch.ones(segment.channels, dtype=torch.bool, device="cpu")
         rest[channels.to("cpu")] = False
         deferred.append(rest.nonzero().flatten().to(half.device))
     return Division.of(layout, [channels.to(half.device) for channels in selected], deferred)
 
 
-def _load_weight(engine: Engine, state: WeightState, saved: dict[str, Any]) -> None:
+def _load_weight(engine: Engine, state: WeightState, saved: Entry) -> None:
     half, host, place = state.block.half, state.host, state.place
     for name in ("master", "exp_avg", "exp_avg_sq"):
         getattr(host, name).copy_(state.weight.rows_of(saved[name]))
@@ -282,7 +213,7 @@ def _load_weight(engine: Engine, state: WeightState, saved: dict[str, Any]) -> N
 
 
 def _load_call(engine: Engine, block: BlockState, slots: tuple[dict[str, Any], ...]) -> CollectedCall:
-    values = torch.ones(1 + len(engine.weights))
+    values = torch.ones(1 + len(engine.weights), dtype=torch.float32, device="cpu")
     values[0] = any(slot.get("skipped", False) for slot in slots)
     for state, slot in zip(block.weights, slots, strict=True):
         if slot["hyper"] is not None:
@@ -297,13 +228,13 @@ def _load_window(block: BlockState, parts: tuple[dict[str, Any], ...]) -> Window
     first = parts[0]["call"]
     selected = []
     for part, state in zip(parts, block.weights, strict=True):
-        rest = torch.ones(state.weight.channels, dtype=torch.bool)
+        rest = torch.ones(state.weight.channels, dtype=torch.bool, device="cpu")
         rest[part["deferred"].to("cpu")] = False
         selected.append(rest.nonzero().flatten())  # not in the order of places, which nobody asks for
     division = _division(block, selected)
     for state, part in zip(block.weights, parts, strict=True):
         block.slots.rows(first, division.layout, state.place).copy_(part["published"])
-    record = CallRecord(torch.ones(1), lambda: None)
+    record = CallRecord(torch.ones(1, dtype=torch.float32, device="cpu"), lambda: None)
     return Window(
         calls=[CollectedCall(first, record, lambda: None, (None,) * len(parts))],
         due=parts[0]["due"],

@@ -140,7 +140,7 @@ class Link:
 
     def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Host memory that the device can reach."""
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
     def flag(self) -> Flag | None:
         """What the device waits for, if it is the device that waits."""
@@ -227,7 +227,7 @@ class DeviceLink(Link):
         """Registered, because pinned allocation is slower and rounds sizes up. No two registrations share a page."""
         numel = math.prod(shape)
         nbytes = -(-numel * dtype.itemsize // PAGE) * PAGE
-        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8)
+        memory = torch.empty(nbytes + PAGE, dtype=torch.uint8, device="cpu")
         pages = memory[-memory.data_ptr() % PAGE :][:nbytes]
         if nbytes:
             self.streams.register(pages)

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from stallfree.engine.window import BlockState, CollectedCall, WeightState, written
+from stallfree.engine.window import BlockState, WeightState, written
 
 if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
+
+HABIT = 4  # calls; a weight that is written in all but one of them is written all the time
 
 
 @torch.no_grad()
@@ -28,6 +30,7 @@ def flush(engine: Engine) -> None:
             block.half.installed.layout.deferred_rows(values, state.place).copy_(state.host.master[state.host.deferred])
         _publish(engine, block, values)
     engine.mark_written()
+    engine.exact_at = engine.clock.call
 
 
 def _host_rows(block: BlockState) -> Tensor:
@@ -45,13 +48,16 @@ def _finish(engine: Engine, block: BlockState) -> None:
     block.settle()
     block.half.show()
     for state in block.weights:
-        _replay_now(engine, state, block.open)
+        _replay_now(engine, state)
     block.clear()
     block.schedule.collected = 0
 
 
-def _replay_now(engine: Engine, state: WeightState, calls: list[CollectedCall]) -> None:
-    gradients = tuple(state.gradients(calls, state.block.half.installed))
+def _replay_now(engine: Engine, state: WeightState) -> None:
+    """Apply what the open window holds of one weight, once: whoever waits for it may be interrupted."""
+    block = state.block
+    gradients = tuple(state.gradients(block.open, block.half.installed))
+    block.open = [collected.without(state.place) for collected in block.open]
     if gradients:
         engine.run(state, state.host.job(gradients, 0.0, None))
 
@@ -59,28 +65,28 @@ def _replay_now(engine: Engine, state: WeightState, calls: list[CollectedCall]) 
 @contextmanager
 def exact_weights(engine: Engine) -> Iterator[None]:
     """Show what `flush` would publish, commit nothing, and restore bit for bit."""
-    engine.check_usable()
-    engine.refuse_early("exact_weights()")
-    with torch.no_grad():
-        notice_writes(engine)
-        saved = {param: param.detach().to("cpu", copy=True) for param in engine.weights}
-        try:
+    saved: dict[nn.Parameter, Tensor] | None = None
+    try:
+        with engine.whole(), torch.no_grad():
+            engine.check_usable()
+            engine.refuse_early("exact_weights()")
+            notice_writes(engine)
+            saved = {param: param.detach().to("cpu", copy=True) for param in engine.weights}
             for block in engine.blocks:
                 _show_exact(engine, block)
             engine.mark_written()
-        except BaseException:
-            _restore(engine, saved)
-            raise
-    engine.paused = "inside exact_weights(): leave the context before training on"
-    try:
+            engine.paused = "inside exact_weights(): leave the context before training on"
         yield
     finally:
-        engine.paused = None
-        touched = [engine.read_name(param) for param in _written_outside(engine)]
-        with torch.no_grad():
-            _restore(engine, saved)
-        if touched:
-            raise RuntimeError(f"weights were written inside exact_weights(), where nothing is kept: {', '.join(touched[:4])}")
+        if saved is not None:
+            with engine.whole(), torch.no_grad():
+                touched = [engine.read_name(param) for param in _written_outside(engine)] if engine.paused else []
+                engine.paused = None
+                _restore(engine, saved)
+            if touched:
+                raise RuntimeError(
+                    f"weights were written inside exact_weights(), where nothing is kept: {', '.join(touched[:4])}"
+                )
 
 
 def _show_exact(engine: Engine, block: BlockState) -> None:
@@ -100,23 +106,21 @@ def _restore(engine: Engine, saved: dict[nn.Parameter, torch.Tensor]) -> None:
 
 
 def _written_outside(engine: Engine) -> list[nn.Parameter]:
-    now = [(param.data_ptr(), param._version) for param in engine.managed]
-    if now == engine.seen:
-        return []
-    return [param for param, place in engine.managed.items() if now[place] != engine.seen[place]]
+    return [param for param, place in engine.managed.items() if not engine.seen[place].holds(param)]
 
 
 def notice_writes(engine: Engine) -> None:
     """Honour weights that were written from outside since the last call: they become the masters."""
-    changed = _written_outside(engine)
-    for param in changed:
-        check_unmoved(engine, param)
-    for param in changed:
-        if param in engine.weights:
-            _absorb(engine, engine.weights[param])
-        else:
-            engine.residents[param].read_weights()
-        engine.seen[engine.managed[param]] = written(param)
+    with engine.whole():
+        changed = _written_outside(engine)
+        for param in changed:
+            check_unmoved(engine, param)
+        for param in changed:
+            if param in engine.weights:
+                _absorb(engine, engine.weights[param])
+            else:
+                engine.residents[param].read_weights()
+            engine.seen[engine.managed[param]] = written(param)
 
 
 def check_unmoved(engine: Engine, param: nn.Parameter) -> None:
@@ -127,13 +131,17 @@ def check_unmoved(engine: Engine, param: nn.Parameter) -> None:
         ("device", param.device, engine.device),
         ("dtype", param.dtype, managed.dtype),
         ("shape", tuple(param.shape), tuple(managed.shape)),
-        ("memory layout", param.is_contiguous(), managed.contiguous),
+        ("memory layout", _layout(param.is_contiguous()), _layout(managed.contiguous)),
     ):
         if now != then:
             raise RuntimeError(
                 f"{label} changed its {what} from {then} to {now} after the optimizer was built; move, convert or resize the "
                 "model first and build the optimizer then"
             )
+
+
+def _layout(contiguous: bool) -> str:
+    return "contiguous" if contiguous else "strided"
 
 
 def _absorb(engine: Engine, state: WeightState) -> None:
@@ -143,7 +151,22 @@ def _absorb(engine: Engine, state: WeightState) -> None:
         block.settle()
         for window in block.queue:
             window.dropped.add(place)
-        _replay_now(engine, state, block.open)
-        block.open = [collected.without(place) for collected in block.open]
+        _replay_now(engine, state)
         state.host.read_weights()
         block.half.read_weights(place)
+        call = engine.clock.call
+        if (engine.clock.interval, engine.config.lag) != (1, 0) and engine.exact_at != call:
+            state.writes = [earlier for earlier in state.writes if call - HABIT < earlier < call] + [call]
+
+
+def refuse_steady_writes(engine: Engine) -> None:
+    """Refuse to train weights that are written between any two calls: what is on its way to them would never arrive."""
+    for state in engine.weights.values():
+        if len(state.writes) == HABIT - 1:
+            state.writes = []
+            raise RuntimeError(
+                f"{state.weight.name or f'a parameter of shape {tuple(state.weight.shape)}'} was written from outside in "
+                f"{HABIT - 1} of the last {HABIT} calls (clamping, nn.Embedding(max_norm=...), SAM?): each write takes the "
+                "place of updates that are on their way, so its deferred channels would hardly train; use "
+                'preset="zero-offload", or update_interval=1 and lag=0, which honour a write at every call'
+            )

@@ -34,6 +34,7 @@ class WeightState:
         self.passes_seen = 0  # backward passes since the last call
         self.passes_expected: int | None = None  # learned from the last call that had any
         self.restored: Tensor | None = None  # what load_state_dict wrote, until the next call
+        self.writes: list[int] = []  # the last calls after which a write from outside took the place of updates
 
     def halves(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """The device's and the host's tensor of each part of the state, in the same order."""
@@ -176,6 +177,23 @@ class BlockState:
         self.missing = sum(state.expected for state in self.weights)
 
 
-def written(param: Tensor) -> tuple[int, int]:
-    """Changes whenever somebody writes the parameter in a way that torch notices."""
-    return param.data_ptr(), param._version
+@dataclass(slots=True)
+class Written:
+    """A parameter as it was seen last. Holding its memory keeps the allocator from giving the address to other contents."""
+
+    memory: Tensor
+    address: int
+    version: int
+
+    def moved(self, param: Tensor) -> bool:
+        """Whether the parameter's memory is other memory now, or is read with other strides."""
+        return param.data_ptr() != self.address or not param.is_set_to(self.memory)
+
+    def holds(self, param: Tensor) -> bool:
+        """Whether nobody has written it since, in a way that torch notices."""
+        return param._version == self.version and not self.moved(param)
+
+
+def written(param: Tensor) -> Written:
+    """What to compare a parameter with later."""
+    return Written(param.detach(), param.data_ptr(), param._version)

@@ -224,8 +224,8 @@ def _random_halves(key: int, steps: Tensor, rows: Tensor, length: int) -> tuple[
     The element's index e = channel * length + position is hashed in 32 bits, under a 64-bit stream number made from the
     key, the channel's step count and e's upper half. int64 arithmetic wraps like the kernels' unsigned one.
     """
-    element = rows[:, None] * length + torch.arange(length)
-    stream = _mix64(_mix64(torch.tensor(_signed(key))) ^ (steps[:, None].long() << 32 | element >> 32))
+    element = rows[:, None] * length + torch.arange(length, device=rows.device)
+    stream = _mix64(_mix64(torch.tensor(_signed(key), device=rows.device)) ^ (steps[:, None].long() << 32 | element >> 32))
     x = (element ^ stream) & 0xFFFFFFFF
     x = x ^ x >> 16
     x = (x * 0x21F0AAAD + (stream >> 32)) & 0xFFFFFFFF

@@ -451,10 +451,10 @@ def _groups(layout: BlockLayout, tiling: Tiling) -> list[_Group]:
 
 def _programs(place: int, inner: int, outer: int, *constants: int) -> Tensor:
     """One weight's rows of a table, `[inner * outer, 3 + constants]`: its place, both tile numbers, the constants."""
-    rows = torch.empty(outer, inner, 3 + len(constants), dtype=torch.int64)
-    rows[:] = torch.tensor([place, 0, 0, *constants])
-    rows[:, :, 1] = torch.arange(inner)
-    rows[:, :, 2] = torch.arange(outer).unsqueeze(1)
+    rows = torch.empty(outer, inner, 3 + len(constants), dtype=torch.int64, device="cpu")
+    rows[:] = torch.tensor([place, 0, 0, *constants], device="cpu")
+    rows[:, :, 1] = torch.arange(inner, device="cpu")
+    rows[:, :, 2] = torch.arange(outer, device="cpu").unsqueeze(1)
     return rows.flatten(0, 1)
 
 
