@@ -7,8 +7,8 @@ a model of its own; rounds of steps alternate between the modes, so that other l
 round nothing synchronizes; a round's time is that of the whole round, and the times of single steps come from events on the
 device.
 
-Columns: mean ms per step over all rounds, its ratio to the floor's, p99 / mean of single steps, stall as the optimizer reports it,
-bytes per parameter and step each way, host memory grown per parameter, device peak.
+Columns: mean ms per step over all rounds, its ratio to the floor's, p99 / mean of single steps, stall as the optimizer reports
+it, bytes per parameter and step each way, host memory grown per parameter, device peak.
 """
 
 from __future__ import annotations

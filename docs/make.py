@@ -17,7 +17,26 @@ INTRO = """# Configuration
 
 Pass settings as keywords, `ZenFlowAdamW(params, lr=1e-5, update_interval=4)`, or as a `ZenFlowConfig`, which also reads and
 writes dicts, JSON and YAML (`ZenFlowConfig.load("zenflow.yaml")`). It is frozen and checked at construction; an unknown name is
-refused with the closest known one. A setting that you leave out takes its preset's value.
+refused with the closest known one (by the optimizer, `from_dict` and `load`). A setting that you leave out takes its preset's
+value.
+"""
+
+METRICS = """
+## Metrics
+
+`optimizer.metrics()` waits for the device and returns numbers of the last step (`..._total`: since construction).
+
+| key | meaning |
+|---|---|
+| `call`, `interval`, `warming_up` | steps so far, S, whether the warm-up goes on |
+| `grad_norm` | before clipping by `max_grad_norm` |
+| `skipped_steps` | steps skipped because the gradient norm was not finite |
+| `rho`, `rho_by_kind` | share of squared gradient norm in deferred channels, over all weights and by kind of parameter |
+| `retention`, `retention_by_kind` | share of the last selection that the one before had chosen too |
+| `stall_ms`, `stall_ms_total` | time in which training waited for host work |
+| `bytes_down`, `bytes_up`, `..._total` | bytes copied to the host and to the device |
+| `host_bytes`, `device_bytes` | memory of the optimizer's state and slots |
+| `restages` | backward passes that came after a gradient had been staged |
 """
 
 
@@ -43,7 +62,7 @@ def configuration() -> str:
     for name in PRESETS:
         preset = ZenFlowConfig(preset=name)
         lines.append(f"| `{name}` | {' | '.join(str(getattr(preset, column)) for column in SHOWN)} |")
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + METRICS
 
 
 if __name__ == "__main__":

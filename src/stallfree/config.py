@@ -269,7 +269,9 @@ FIELDS = tuple(field.name for field in dataclasses.fields(ZenFlowConfig))
 def _refuse_unknown(settings: Mapping[str, Any]) -> None:
     for name in settings:
         if name not in FIELDS:
-            close = difflib.get_close_matches(str(name), FIELDS, n=1)
+            if name in ("amsgrad", "maximize", "foreach", "fused", "capturable", "differentiable"):
+                raise ValueError(f"{name} is not supported: ZenFlowAdamW has its own kernels and AdamW's plain rule")
+            close = difflib.get_close_matches(str(name), FIELDS, n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(FIELDS)}"
             raise ValueError(f"ZenFlowConfig has no setting {name!r}{hint}")
 
