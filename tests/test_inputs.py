@@ -72,10 +72,33 @@ def test_a_dtype_that_is_not_trained_names_the_parameter(dtype):
         ZenFlowAdamW([("fine", parameter()), ("proj.weight", parameter(dtype=dtype))], **SMALL)
 
 
-def test_an_integer_parameter_names_the_parameter():
-    frozen = nn.Parameter(torch.ones(4, 4, dtype=torch.int64), requires_grad=False)
-    with pytest.raises((TypeError, ValueError), match="table"):
-        ZenFlowAdamW([("table", frozen)], **SMALL)
+def test_a_frozen_parameter_may_have_any_dtype():
+    """A quantised base beside adapters; what cannot be trained is refused when it is unfrozen."""
+    base = nn.Parameter(torch.ones(4, 4, dtype=torch.uint8), requires_grad=False)
+    wide, adapter = parameter(dtype=torch.float64).requires_grad_(False), parameter()
+    optimizer = ZenFlowAdamW([("base", base), ("wide", wide), ("adapter", adapter)], **SMALL)
+    backward([adapter], [torch.ones_like(adapter)])
+    optimizer.step()
+    optimizer.zero_grad()
+    wide.requires_grad_()
+    backward([adapter, wide], [torch.ones_like(adapter), torch.ones_like(wide)])
+    before = adapter.detach().clone()
+    with pytest.raises(TypeError, match=r"wide.*float64"):
+        optimizer.step()
+    assert torch.equal(adapter.detach(), before)
+    wide.grad = None
+    optimizer.step()
+    optimizer.close()
+
+
+def test_parameters_without_an_order_are_refused():
+    with pytest.raises(TypeError, match="order"):
+        ZenFlowAdamW([dict(params={parameter(), parameter()})], **SMALL)
+    optimizer = ZenFlowAdamW([parameter()], **SMALL)
+    with pytest.raises(TypeError, match="order"):
+        optimizer.add_param_group(dict(params={parameter(3)}))
+    assert len(optimizer.param_groups) == 1
+    optimizer.close()
 
 
 @needs_cuda

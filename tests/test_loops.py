@@ -1,12 +1,15 @@
 """Training loops that must simply work: accumulation, groups, scaling, schedules, closures, accelerate."""
 
 import copy
+import signal
+import threading
 
 import pytest
 import torch
 from training import CALLS, LR, PRESETS, Mirror, full, mlp, regression, train
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
+from stallfree.engine.whole import whole
 
 
 @pytest.fixture(params=list(PRESETS))
@@ -225,3 +228,104 @@ def test_a_group_added_later(device, settings):
     mirror.compare("first group", 2 * CALLS)
     late.compare("late group", 2 * CALLS)
     optimizer.close()
+
+
+@pytest.mark.parametrize("name", ["step", "flush", "state_dict"])
+def test_an_interrupt_waits_for_the_end_of_the_call(device, settings, name):
+    """Ctrl-C where host work is under way: it is delivered, and the optimizer is whole."""
+    results = []
+    for interrupts in (False, True):
+        torch.manual_seed(0)
+        model = mlp(device)
+        optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, config=ZenFlowConfig(**settings))
+        for t in range(CALLS):
+            regression(model, t).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        regression(model, CALLS).backward()
+        engine = optimizer.engine
+        if interrupts:
+            inner = engine.check_usable
+            engine.check_usable = lambda inner=inner: (signal.raise_signal(signal.SIGINT), inner())
+            with pytest.raises(KeyboardInterrupt):
+                getattr(optimizer, name)()
+            engine.check_usable = inner
+        else:
+            getattr(optimizer, name)()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        optimizer.zero_grad()
+        for t in range(CALLS):
+            regression(model, t).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.flush()
+        results.append([p.detach().clone() for p in model.parameters()])
+        optimizer.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_second_interrupt_does_not_wait():
+    ended = []
+
+    @whole(threading.RLock())
+    def call():
+        for _ in range(2):
+            signal.raise_signal(signal.SIGINT)
+            ended.append(1)
+
+    with pytest.raises(KeyboardInterrupt):
+        call()
+    assert ended == [1]
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("read", [lambda o: o.state_dict(), lambda o: o.metrics()], ids=["state_dict", "metrics"])
+def test_another_thread_may_read_state_while_training_goes_on(device, read):
+    """Training is what it is without."""
+    results = []
+    for reads in (False, True):
+        torch.manual_seed(0)
+        model, stop, errors = mlp(device), threading.Event(), []
+        optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, config=ZenFlowConfig(**PRESETS["stallfree"]))
+
+        def watch(optimizer=optimizer, stop=stop, errors=errors):
+            try:
+                while not stop.wait(1e-3):
+                    read(optimizer)
+            except BaseException as error:
+                errors.append(error)
+
+        watcher = threading.Thread(target=watch)
+        if reads:
+            watcher.start()
+        for t in range(10 * CALLS):
+            regression(model, t).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        stop.set()
+        if reads:
+            watcher.join()
+        assert not errors
+        optimizer.flush()
+        results.append([p.detach().clone() for p in model.parameters()])
+        optimizer.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_compiled_step_is_a_step(device, settings):
+    """torch.compile leaves it as it is."""
+    results = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = mlp(device)
+        optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, config=ZenFlowConfig(**settings))
+        step = torch.compile(optimizer.step, backend="eager") if compiles else optimizer.step
+        for t in range(CALLS):
+            regression(model, t).backward()
+            step()
+            optimizer.zero_grad()
+        assert optimizer.metrics()["call"] == CALLS
+        optimizer.flush()
+        results.append([p.detach().clone() for p in model.parameters()])
+        optimizer.close()
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

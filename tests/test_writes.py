@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle import hyper_of
 from torch import nn
+from training import Mirror, full
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 
@@ -66,9 +67,11 @@ def test_training_goes_on_from_what_was_written(device, history, data):
     """At any call, to any parameter: a flush leaves AdamW with the same writes, whose moments keep the gradients so far."""
     player = Player(history, device)
     follower = Follower(history, [dict(group) for group in player.optimizer.param_groups])
+    wrote = [[-4, -4] for _ in history.shapes]
     for t in range(len(history.calls)):
-        if data.draw(st.integers(0, 3), label="write?") == 0:
-            i = data.draw(st.integers(0, len(history.shapes) - 1), label="parameter")
+        i = data.draw(st.integers(0, len(history.shapes) - 1), label="parameter")
+        if data.draw(st.integers(0, 3), label="write?") == 0 and wrote[i][-2] <= t - 4:  # more often is refused
+            wrote[i].append(t)
             overwrite(player.params[i], data.draw(st.sampled_from(WRITES), label="kind"), t)
             follower.write(i, player.params[i].detach().cpu())
         player.step()
@@ -155,3 +158,156 @@ def test_evaluation_inside_exact_weights_reads_them(device):
     with torch.no_grad():
         assert torch.equal(model(x), shown)
     optimizer.close()
+
+
+def clamp(model, optimizer, x):
+    """After every step, as a Wasserstein critic does."""
+    model(x).pow(2).mean().backward()
+    yield
+    with torch.no_grad():
+        model.weight.clamp_(-0.2, 0.2)
+
+
+def perturb(model, optimizer, x):
+    """Sharpness-aware minimization: the gradient of a point nearby."""
+    model(x).pow(2).mean().backward()
+    with torch.no_grad():
+        shift = (
+            0.05 * optimizer.full_gradient(model.weight) if isinstance(optimizer, ZenFlowAdamW) else 0.05 * model.weight.grad
+        )
+        model.weight.add_(shift)
+    optimizer.zero_grad()
+    model(x).pow(2).mean().backward()
+    with torch.no_grad():
+        model.weight.sub_(shift)
+    yield
+
+
+@pytest.mark.parametrize("write", [clamp, perturb])
+@pytest.mark.parametrize("settings", [dict(preset="zero-offload"), dict(update_interval=1, lag=0, topk_ratio=0.25)])
+def test_settings_without_delay_honour_a_write_at_every_call(device, settings, write):
+    """Each call is AdamW's, from what was written."""
+    model = nn.Linear(8, 6, bias=False).to(device)
+    optimizer = ZenFlowAdamW(model.named_parameters(), lr=5e-2, min_numel=0, select_interval=3, **settings)
+    twin = nn.Linear(8, 6, bias=False).to(device)
+    twin.load_state_dict(model.state_dict())
+    follower = torch.optim.AdamW(twin.parameters(), lr=5e-2)
+    for t in range(12):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(t)).to(device)
+        for it, its in ((model, optimizer), (twin, follower)):
+            for _ in write(it, its, x):
+                its.step()
+            its.zero_grad()
+        torch.testing.assert_close(model.weight, twin.weight, rtol=1e-4, atol=1e-4)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("write", [clamp, perturb])
+def test_a_weight_that_is_written_at_every_call_is_refused_with_the_way_out(write):
+    """With a delay, each write would take the place of the updates under way, and deferred channels would stand still."""
+    model = nn.Linear(8, 6, bias=False)
+    optimizer = ZenFlowAdamW(model.named_parameters(), lr=1e-2, config=ZenFlowConfig(**CONFIG))
+
+    def call():
+        for _ in write(model, optimizer, torch.ones(1, 8)):
+            optimizer.step()
+        optimizer.zero_grad()
+
+    for _ in range(3):
+        call()
+    with pytest.raises(RuntimeError, match=r"(?s)weight was written.*zero-offload"):
+        call()
+    optimizer.flush()
+    model(torch.ones(1, 8)).sum().backward()
+    optimizer.step()  # without a write, training may go on
+    optimizer.close()
+
+
+def test_a_write_after_every_flush_is_not_refused(device):
+    """Nothing is under way then."""
+    model = nn.Linear(8, 6, bias=False).to(device)
+    optimizer = ZenFlowAdamW(model.parameters(), lr=1e-2, config=ZenFlowConfig(**CONFIG))
+    mirror = Mirror(optimizer.param_groups)
+    for t in range(8):
+        model(torch.ones(1, 8, device=device) + t).pow(2).mean().backward()
+        mirror.step(full(optimizer, mirror.params))
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.flush()
+        for p in (model.weight, mirror.masters[model.weight]):
+            with torch.no_grad():
+                p.clamp_(-0.3, 0.3)
+        mirror.compare(f"call {t + 1}", t + 1)
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "move",
+    [
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: setattr(model.weight, "data", model.weight.data.transpose(0, 1)),
+        lambda model: setattr(model.weight, "data", model.weight.data.transpose(0, 1).clone()),
+    ],
+    ids=["channels_last", "transposed in place", "transposed"],
+)
+@pytest.mark.parametrize("when", ["before backward", "before step"])
+def test_memory_of_another_layout_is_refused(move, when):
+    model = nn.Conv2d(6, 6, 3, bias=False)
+    optimizer = ZenFlowAdamW(model.named_parameters(), lr=1e-2, config=ZenFlowConfig(**CONFIG))
+
+    def call():
+        if when == "before backward":
+            move(model)
+        model(torch.ones(1, 6, 3, 3)).sum().backward()
+        if when == "before step":
+            move(model)
+        optimizer.step()
+
+    with pytest.raises(RuntimeError, match=r"(?s)(?=.*weight).*(build the optimizer then|zero_grad)"):
+        call()
+    optimizer.close()
+
+
+def test_memory_replaced_twice_is_noticed(device):
+    """The allocator likes to give the second tensor the address of the one before the first."""
+    p = nn.Parameter(torch.ones(3000, device=device))
+    optimizer = ZenFlowAdamW([p], lr=1e-2)
+    for _ in range(10):
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        for _ in range(2):
+            p.data = p.data.mul(0.5)
+        wrote = p.detach().clone()
+        p.grad = None
+        optimizer.step()
+        optimizer.flush()
+        p.grad = torch.zeros_like(p)
+        optimizer.step()
+        assert (p.detach() - wrote).abs().max() < 0.02
+    optimizer.close()
+
+
+@pytest.mark.parametrize("who", ["flush", "a write"])
+def test_a_flush_that_was_interrupted_can_be_repeated(device, who):
+    """No gradient counts twice."""
+    history = History(shapes=((6, 8), (8, 6), (9,)), calls=(Call(),) * 12, config=ZenFlowConfig(**CONFIG))
+    player, plain = Player(history, device), Player(history, device)
+    for it in (player, plain):
+        it.play(6)
+        if who == "a write":
+            overwrite(it.params[0], "copy_", 0)
+    engine = player.optimizer.engine
+    run_job, jobs = engine.run, []
+
+    def interrupted(*args):
+        run_job(*args)
+        jobs.append(args)
+        if len(jobs) == 1:
+            raise KeyboardInterrupt
+
+    engine.run = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        player.optimizer.flush()
+    assert jobs
+    assert_identical([player.flushed(), *player.play(), player.flushed()], [plain.flushed(), *plain.play(), plain.flushed()])
+    player.close(), plain.close()

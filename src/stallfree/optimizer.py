@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import math
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,10 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from stallfree import planner
 from stallfree.config import ZenFlowConfig
-from stallfree.engine import state, weights
-from stallfree.engine.blocks import check_parameters
+from stallfree.engine import checkpoint, state, weights
+from stallfree.engine.blocks import check_distinct, check_trainable
 from stallfree.engine.gradient import StagedGradient
 from stallfree.engine.pipeline import Engine, Hypers
 from stallfree.kernels.device import Hyper
@@ -71,7 +72,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if not named:
             raise ValueError("all parameters are frozen (requires_grad is False): there is nothing to train")
         _refuse_plain_ranks()
-        planner.check_fits(planner.plan(named, config))
+        self._engine = self._new_engine(named[0][1].device)
+        self._engine.adopt(named)
+        state.populate(self._engine, self.state)
+
+    def _new_engine(self, device: torch.device) -> Engine:
         this = weakref.ref(self)
 
         def read_hypers() -> Hypers:
@@ -84,9 +89,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             assert optimizer is not None, "the engine outlived its optimizer"
             return next(name for name, member in optimizer._named(optimizer.param_groups, frozen=True) if member is param)
 
-        self._engine = Engine(named, config, read_hypers, read_name)
-        state.populate(self._engine, self.state)
-        self._finalizer = weakref.finalize(self, self._engine.close)
+        engine = Engine(device, self.config, read_hypers, read_name)
+        self._finalizer = weakref.finalize(self, engine.close)
+        return engine
 
     @property
     def engine(self) -> Engine:
@@ -110,18 +115,20 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also during training: the new parameters begin with a window of their own, and are selected at its close."""
         group = dict(param_group)
-        if isinstance(group.get("params"), Tensor):
-            group["params"] = [group["params"]]
-        group["params"] = list(group["params"])
+        _peek(group)
         present = [(_name(group, place), param) for place, param in enumerate(group["params"])]
         present = [(name, param) if isinstance(param, Tensor) else param for name, param in present]
-        check_parameters(self._named(self.param_groups, frozen=True) + present)
+        check_distinct(self._named(self.param_groups, frozen=True) + present)
+        joining = [(name, param) for name, param in present if param.requires_grad]
+        check_trainable(self._named(self.param_groups) + joining)
         _hyper(dict(self.defaults) | group)
         super().add_param_group(group)
         if self._engine is not None:
-            named = self._named(self.param_groups[-1:])
-            planner.check_fits(planner.plan(named, self.config))
-            self.engine.adopt(named)
+            try:
+                self.engine.adopt(joining)
+            except BaseException:
+                self.param_groups.pop()
+                raise
             state.populate(self.engine, self.state)
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,16 +136,51 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         save or copy them before the next step. Neither flushes nor changes training."""
         with self.engine.whole():
             state.export(self.engine, self.state)
-            return super().state_dict()
+            exported = super().state_dict()
+            state.populate(self.engine, self.state)
+        return exported
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue exactly where `state_dict` was taken. Also writes the weights that training had at that moment."""
+        """Continue exactly where `state_dict` was taken. Also writes the weights that training had at that moment, and discards
+        gradients. Parameters that trained then are trained from here on, though they may be frozen in this model still.
+
+        Raises:
+            ValueError, TypeError, MemoryError: for a state that does not fit, before anything is changed.
+        """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        state.load(self.engine, self.param_groups, state_dict)
-        state.populate(self.engine, self.state)
+        with self.engine.whole():
+            self._load(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
+        self.engine.check_usable()
+        named = self._named(self.param_groups, frozen=True)
+        loaded = checkpoint.read(self.engine, self.param_groups, named, state_dict)
+        managed = self.engine.managed
+        self.engine.check_joining([(name, param) for name, param in named if param in loaded.entries and param not in managed])
+        state.abandon(self.engine)
+        try:
+            if not loaded.fits(self.engine):
+                self._replace_engine(loaded)
+            state.load(self.engine, loaded)
+        except BaseException as error:
+            self.engine.failed = error
+            raise
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "param_names")})
+        state.populate(self.engine, self.state)
+
+    def _replace_engine(self, loaded: checkpoint.Checkpoint) -> None:
+        """By one with the blocks of a state that is to be loaded."""
+        device, clock = self.engine.device, self.engine.clock
+        self.close()
+        self._engine = self._new_engine(device)
+        self.state.clear()
+        gc.collect()  # cycles hold the old one's memory, which the new one needs
+        self._engine.take(loaded.residents, loaded.blocks)
+        self._engine.clock = clock
 
     # Beyond torch's protocol
 
@@ -157,7 +199,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             raise ValueError(f"max_norm must be a number, at least 0; got {max_norm}")
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
         norms = [torch.linalg.vector_norm(param.grad, dtype=torch.float32) for param in params]  # torch's own round to bf16
-        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+        norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
         nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
 
@@ -227,6 +269,8 @@ def _as_groups(params: Iterable[Any]) -> list[Any]:
 def _peek(group: dict[str, Any]) -> list[Any]:
     """The parameters of a group, made a list in place so that an iterator is not used up."""
     params = group["params"]
+    if isinstance(params, (set, frozenset)):
+        raise TypeError("a group's params must be in order: give a list instead of a set, whose order changes between runs")
     members = [params] if isinstance(params, Tensor) else list(params)
     group["params"] = members
     return members

@@ -50,7 +50,7 @@ class Staged:
     def norm(self) -> Tensor:
         """L2 norm of the whole gradient: fp32 scalar on the device."""
         if self.zero:
-            return torch.zeros((), device=self.weight.param.device)
+            return torch.zeros((), dtype=torch.float32, device=self.weight.param.device)
         norm = self._owner.norm(self)
         return norm if self.factor is None else norm * self.factor.abs()
 
@@ -76,9 +76,7 @@ class StagedGradient(torch.Tensor):
     staged: Staged
 
     @staticmethod
-    def __new__(
-        cls, staged: Staged, dtype: torch.dtype | None = None, device: torch.device | None = None
-    ) -> StagedGradient:
+    def __new__(cls, staged: Staged, dtype: torch.dtype | None = None, device: torch.device | None = None) -> StagedGradient:
         param = staged.weight.param
         handle = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=dtype or param.dtype, device=device or param.device
@@ -151,19 +149,20 @@ def _mul_(self: StagedGradient, other: Tensor | float) -> StagedGradient:
 
 
 def _div_(self: StagedGradient, other: Tensor | float) -> StagedGradient:
-    self.staged.scale(torch.as_tensor(other, dtype=torch.float32).reciprocal())
+    self.staged.scale(
+        torch.as_tensor(other, dtype=torch.float32, device=None if isinstance(other, Tensor) else "cpu").reciprocal()
+    )
     return self
 
 
-def _add_(self: StagedGradient, other: Tensor | float, alpha: float = 1) -> StagedGradient:
-    if not isinstance(self, StagedGradient):  # a plain tensor, to which a handle is added
-        assert isinstance(other, StagedGradient)
+def _add_(self: Tensor, other: Any, alpha: float = 1) -> Tensor:
+    if not isinstance(self, StagedGradient):
         raise RuntimeError(_way_out(other.staged, "adding it to a tensor"))
     self.staged.add(other, alpha)
     return self
 
 
-def _sub_(self: StagedGradient, other: Tensor | float, alpha: float = 1) -> StagedGradient:
+def _sub_(self: Tensor, other: Any, alpha: float = 1) -> Tensor:
     return _add_(self, other, -alpha)
 
 

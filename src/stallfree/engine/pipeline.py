@@ -6,7 +6,6 @@ residents and selected channels, close windows. Nothing here decides by timing; 
 
 from __future__ import annotations
 
-import gc
 import os
 import threading
 import weakref
@@ -84,11 +83,14 @@ class Engine:
         Raises:
             TypeError, ValueError, MemoryError, RuntimeError: before anything is changed.
         """
-        self._refuse_shared(named)
-        check_trainable(named, self.device)
-        planner.check_fits(planner.plan(named, self.config))
+        self.check_joining(named)
         residents, split = classify(named, self.config, first_key=len(self.weights))
         self.take(resident_groups(residents), build_blocks(split, self.config))
+
+    def check_joining(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
+        """Refuse more parameters that cannot be trained, or not here, or that there is no memory for."""
+        check_trainable(named, self.device)
+        planner.check_fits(planner.plan(named, self.config))
 
     def take(self, residents: Sequence[Sequence[Resident]], blocks: Sequence[Block]) -> None:
         """The same, with residents and weights grouped already, and the weights' keys in the order of the blocks."""
@@ -103,8 +105,9 @@ class Engine:
         for block, half in zip(blocks, halves, strict=True):
             self.blocks.append(BlockState(block, half, self.link, self.config))
             self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
-        for item in (*(resident for group in residents for resident in group), *split):
-            param = item.param
+        trained = [*(resident.param for group in residents for resident in group), *(weight.param for weight in split)]
+        self._take_over(trained)
+        for param in trained:
             self.managed[param] = len(self.seen)
             self.seen.append(written(param))
         staging = weakref.ref(self.staging)
@@ -114,7 +117,9 @@ class Engine:
                 if (alive := staging()) is not None:
                     alive.on_gradient(state)
 
-            self._hooks.append(weight.param.register_post_accumulate_grad_hook(arrived))
+            trains = weight.param.requires_grad
+            self._hooks.append(weight.param.requires_grad_().register_post_accumulate_grad_hook(arrived))
+            weight.param.requires_grad_(trains)  # torch refuses hooks of frozen parameters, but keeps them
         # Records of earlier calls keep their memory. A row is used again when its call's windows have been published.
         shape = (slots_needed(self.config) + 1, 1 + len(self.weights))
         on_device = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -336,30 +341,20 @@ class Engine:
                 f"{what} between backward and step() is not possible with update_in_backward; call it after step()"
             )
 
-    def _refuse_shared(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Refuse parameters that another optimizer trains: each would take gradients that are for the other."""
-
-        def shared() -> list[str]:
-            others = [engine for engine in _open if engine is not self and engine.belongs_here]
-            mine = [(name, param) for name, param in named if any(param in other.managed for other in others)]
-            return [name or f"a parameter of shape {tuple(param.shape)}" for name, param in mine]
-
-        if shared():
-            gc.collect()  # the other one may be gone, but for the references that it and its scheduler have to each other
-        if names := shared():
-            raise RuntimeError(
-                f"{names[0]} is trained by another ZenFlowAdamW already, and one optimizer at a time can train a parameter: "
-                "call close() on the other one first, or train a copy of the model"
-            )
+    def _take_over(self, params: Sequence[nn.Parameter]) -> None:
+        """Close other optimizers of these parameters: of two, each would take gradients that are for the other."""
+        for other in list(_open):
+            if other is not self and other.belongs_here and any(param in other.managed for param in params):
+                other.close("the optimizer was closed when a newer ZenFlowAdamW took over its parameters")
 
     @property
     def belongs_here(self) -> bool:
         """Whether this process built it: a forked child has the memory, but no threads."""
         return os.getpid() == self._process
 
-    def close(self) -> None:
+    def close(self, why: str = "the optimizer was closed") -> None:
         """Finish host work, end the threads, remove the hooks. Idempotent; does nothing in a forked child."""
-        if not self.belongs_here:
+        if self.closed or not self.belongs_here:
             return
         self.closed = True
         _open.discard(self)
@@ -367,5 +362,5 @@ class Engine:
             self._hooks.pop().remove()
         self.worker.close()
         self.link.close()
-        self.paused = "the optimizer was closed"
+        self.paused = why
         self.seen.clear()  # memory of a model that may move now

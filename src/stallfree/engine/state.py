@@ -21,6 +21,7 @@ from stallfree.engine.weights import notice_writes
 from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, written
 from stallfree.kernels.device import Hyper
 
+
 def populate(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     """Views of the live state, there from construction on."""
     for param, state in engine.weights.items():
@@ -125,7 +126,7 @@ def abandon(engine: Engine) -> None:
         for state in block.weights:
             if state.staged is not None:
                 state.staged.consumed = True
-            state.staged, state.passes_seen, state.restored = None, 0, None
+            state.staged, state.passes_seen, state.restored, state.writes = None, 0, None, []
         block.clear()
     for param in engine.managed:
         param.grad = None

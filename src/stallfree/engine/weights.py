@@ -23,19 +23,21 @@ def flush(engine: Engine) -> None:
     engine.check_usable()
     engine.refuse_early("flush()")
     notice_writes(engine)
-    for block in engine.blocks:
-        _finish(engine, block)
-        values = _host_rows(block)
-        for state in block.weights:
-            block.half.installed.layout.deferred_rows(values, state.place).copy_(state.host.master[state.host.deferred])
-        _publish(engine, block, values)
-    engine.mark_written()
+    try:
+        for block in engine.blocks:
+            _finish(engine, block)
+            values = _host_rows(block)
+            for state in block.weights:
+                block.half.installed.layout.deferred_rows(values, state.place).copy_(state.host.master[state.host.deferred])
+            _publish(engine, block, values)
+    finally:  # what an interrupted flush has written is not from outside
+        engine.mark_written()
     engine.exact_at = engine.clock.call
 
 
 def _host_rows(block: BlockState) -> Tensor:
     """Host memory for the deferred rows of a block."""
-    return torch.empty(block.half.installed.layout.deferred_numel, dtype=block.block.dtype)
+    return torch.empty(block.half.installed.layout.deferred_numel, dtype=block.block.dtype, device="cpu")
 
 
 def _publish(engine: Engine, block: BlockState, values: Tensor) -> None:
