@@ -6,23 +6,21 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from stallfree.kernels.replay import Flag, ReplayJob, WindowJobs, check_job
+from stallfree.kernels.replay import ReplayJob, check_job
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 LIBRARY = Path(__file__).with_name("_replay.so")
 
 _ISAS = ("portable", "avx2", "avx512", "avx512-rsqrt")
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _RULES = {"replay": 0, "mean": 1}
 _BAD_ROWS, _STEPS_OVERFLOW, _FORKED, _ISA_UNSUPPORTED, _CANNOT_PIN, _OUT_OF_MEMORY = 1, 2, 3, 4, 6, 7
-
-_MASK = 0xFFFFFFFF
 
 
 class _Slot(ctypes.Structure):
@@ -57,26 +55,6 @@ class _Job(ctypes.Structure):
         ("commit", ctypes.c_int32),
         ("lookahead", ctypes.c_double),
         ("key", ctypes.c_uint64),
-    )
-
-
-class _Gate(ctypes.Structure):
-    _fields_ = (("flag", ctypes.c_void_p), ("value", ctypes.c_uint32))
-
-
-class _Late(ctypes.Structure):
-    _fields_ = (("record", ctypes.c_void_p), ("index", ctypes.c_int32))
-
-
-class _Window(ctypes.Structure):
-    _fields_ = (
-        ("jobs", ctypes.POINTER(_Job)),
-        ("late", ctypes.c_void_p),
-        ("gates", ctypes.POINTER(_Gate)),
-        ("done", ctypes.c_void_p),
-        ("job_count", ctypes.c_int32),
-        ("gate_count", ctypes.c_int32),
-        ("done_value", ctypes.c_uint32),
     )
 
 
@@ -130,32 +108,13 @@ class NativeReplay:
             ValueError: a job that `ReplayJob` does not allow. Nothing has been changed.
             RuntimeError: the kernel is closed, or was created before a fork in another process.
         """
-        job_, keep = _pack(job)
-        self._call(lambda library: library.stallfree_replay(self._pool, ctypes.byref(job_)))
-        del keep
-
-    def run(self, windows: Sequence[WindowJobs], stop: torch.Tensor) -> None:
-        """Run windows in order, each once its gates are open, in one call without the GIL (see `HostKernel.run`)."""
-        keep: list[object] = []
-        native = (_Window * len(windows))(*(_pack_window(window, keep) for window in windows))
-        failed = ctypes.c_int32(-1)
-        try:
-            self._call(
-                lambda library: library.stallfree_run(self._pool, native, len(windows), stop.data_ptr(), ctypes.byref(failed))
-            )
-        except Exception as error:
-            error.number = failed.value  # type: ignore[attr-defined]
-            raise
-
-    def _call(self, function: Callable[[ctypes.CDLL], int]) -> None:
+        native = _pack(job)
         if os.getpid() != self._owner:  # before the lock: another thread of the parent may have held it in the fork
-            raise RuntimeError(
-                "this kernel was created before a fork and its threads do not exist here: create one in this process"
-            )
+            raise RuntimeError(_message(_FORKED))
         with self._lock:
             if not self._end.alive:
                 raise RuntimeError("this kernel is closed")
-            status = function(load_library())
+            status = load_library().stallfree_replay(self._pool, ctypes.byref(native))
         if status in (_BAD_ROWS, _STEPS_OVERFLOW):
             raise ValueError(_message(status))
         if status == _OUT_OF_MEMORY:
@@ -171,13 +130,13 @@ class NativeReplay:
             self._end()
 
 
-def _pack(job: ReplayJob) -> tuple[_Job, object]:
-    """A checked job as the library takes it, and what must live as long as it does."""
+def _pack(job: ReplayJob) -> _Job:
+    """A checked job as the library takes it."""
     check_job(job)
     slots = (_Slot * len(job.slots))(
         *(_Slot(s.grad.data_ptr(), s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, s.factor) for s in job.slots)
     )
-    native = _Job(
+    return _Job(
         master=job.master.data_ptr(),
         exp_avg=job.exp_avg.data_ptr(),
         exp_avg_sq=job.exp_avg_sq.data_ptr(),
@@ -197,32 +156,6 @@ def _pack(job: ReplayJob) -> tuple[_Job, object]:
         lookahead=job.lookahead,
         key=job.key & (1 << 64) - 1,
     )
-    return native, slots
-
-
-def _pack_window(window: WindowJobs, keep: list[object]) -> _Window:
-    packed = [_pack(job) for job in window.jobs]
-    jobs = (_Job * len(packed))(*(job for job, _ in packed))
-    late = [(_Late * len(slots))(*(_Late(k.record.data_ptr(), k.index) for k in slots)) for slots in window.late]
-    late_pointers = (ctypes.c_void_p * len(late))(*(ctypes.addressof(array) for array in late))
-    gates = (_Gate * len(window.gates))(*(_Gate(_address(gate), gate.value & _MASK) for gate in window.gates))
-    keep += [packed, jobs, late, late_pointers, gates]
-    done = window.done
-    return _Window(
-        jobs=jobs,
-        late=ctypes.cast(late_pointers, ctypes.c_void_p),
-        gates=gates,
-        done=None if done is None else _address(done),
-        job_count=len(jobs),
-        gate_count=len(gates),
-        done_value=0 if done is None else done.value & _MASK,
-    )
-
-
-def _address(flag: Flag) -> int:
-    if flag.memory.dtype != torch.int32 or not 0 <= flag.index < flag.memory.numel():
-        raise ValueError("a flag is one element of contiguous int32 host memory")
-    return flag.memory.data_ptr() + 4 * flag.index
 
 
 @cache
@@ -255,14 +188,6 @@ def load_library() -> ctypes.CDLL:
     library.stallfree_pool_destroy.argtypes = [ctypes.c_void_p]
     library.stallfree_replay.restype = ctypes.c_int32
     library.stallfree_replay.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job)]
-    library.stallfree_run.restype = ctypes.c_int32
-    library.stallfree_run.argtypes = [
-        ctypes.c_void_p,
-        ctypes.POINTER(_Window),
-        ctypes.c_int32,
-        ctypes.c_void_p,
-        ctypes.POINTER(ctypes.c_int32),
-    ]
     return library
 
 

@@ -6,9 +6,7 @@ One job replays the gradients that a window collected, in order, each as one ful
 
 from __future__ import annotations
 
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import torch
@@ -48,53 +46,12 @@ class ReplayJob:
     key: int  # (seed, parameter) for stochastic rounding of bf16 moments; 64 bits
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """A 32-bit flag that the host and the device both reach; reached once it holds `value` or more, modulo 2^32."""
-
-    memory: Tensor  # [flags] int32, host memory
-    index: int
-    value: int  # in [-2^31, 2^31)
-
-    @property
-    def reached(self) -> bool:
-        return (int(self.memory[self.index]) - self.value + (1 << 31)) % (1 << 32) >= 1 << 31
-
-    def set(self) -> None:
-        self.memory[self.index] = self.value
-
-
-@dataclass(frozen=True, slots=True)
-class Late:
-    """What is known of a slot only once its gates are open."""
-
-    record: Tensor  # fp32 host memory: record[0] != 0 leaves the slot out, because the device skipped the call
-    index: int  # record[index] multiplies the slot's factor
-
-
-@dataclass(frozen=True, slots=True)
-class WindowJobs:
-    """The jobs of one block's window, with what they wait for and whom they tell."""
-
-    jobs: tuple[ReplayJob, ...]
-    late: tuple[tuple[Late, ...], ...]  # by job and slot
-    gates: tuple[Flag, ...]
-    done: Flag | None
-
-
 class HostKernel(Protocol):
     """Runs replay jobs. Deterministic: the result does not depend on the number of threads."""
 
     name: str
 
     def replay(self, job: ReplayJob) -> None: ...
-
-    def run(self, windows: Sequence[WindowJobs], stop: Tensor) -> None:
-        """Run windows in order, each once its gates are open. A nonzero `stop` ([1] int32) ends a wait with RuntimeError.
-
-        An error names the window by its `number` attribute; windows after it have not been begun.
-        """
-        ...
 
     def close(self) -> None:
         """End the kernel's threads. Idempotent."""
@@ -138,27 +95,6 @@ class TorchReplay:
             job.exp_avg_sq[rows] = exp_avg_sq
         if job.out is not None:
             job.out.copy_(published)
-
-    def run(self, windows: Sequence[WindowJobs], stop: Tensor) -> None:
-        for number, window in enumerate(windows):
-            try:
-                for gate in window.gates:
-                    while not gate.reached:
-                        if stop[0]:
-                            raise RuntimeError("the work was given up before its gradients arrived")
-                        time.sleep(2e-5)
-                for job, late in zip(window.jobs, window.late, strict=True):
-                    counted = [
-                        replace(slot, factor=slot.factor * float(known.record[known.index]))
-                        for slot, known in zip(job.slots, late, strict=True)
-                        if not known.record[0]
-                    ]
-                    self.replay(replace(job, slots=tuple(counted)))
-            except Exception as error:
-                error.number = number  # type: ignore[attr-defined]
-                raise
-            if window.done is not None:
-                window.done.set()
 
     def close(self) -> None:
         """Nothing to end: torch's own threads do the work."""

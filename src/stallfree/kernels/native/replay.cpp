@@ -292,7 +292,6 @@ const char* stallfree_message(int32_t status) {
     case STALLFREE_NO_THREADS: return "the system refused to start a thread";
     case STALLFREE_CANNOT_PIN: return "the system refused to bind a thread to one of the cores asked for";
     case STALLFREE_OUT_OF_MEMORY: return "out of memory";
-    case STALLFREE_STOPPED: return "the work was given up before its gradients arrived";
     default: return "unknown status";
   }
 }

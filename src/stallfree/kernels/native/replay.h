@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 // Changes whenever a struct or a function below does; native.py refuses a library with another number.
-#define STALLFREE_ABI_VERSION 2
+#define STALLFREE_ABI_VERSION 3
 
 #define STALLFREE_EXPORT __attribute__((visibility("default")))
 
@@ -40,7 +40,6 @@ enum stallfree_status {
   STALLFREE_NO_THREADS = 5,       // the system refused to start a thread
   STALLFREE_CANNOT_PIN = 6,       // the system refused to bind a thread to its core
   STALLFREE_OUT_OF_MEMORY = 7,
-  STALLFREE_STOPPED = 8,          // the caller gave up waiting (window.h)
 };
 
 typedef struct stallfree_slot {
