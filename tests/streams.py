@@ -15,7 +15,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from stallfree.engine import pipeline, transfer
+from stallfree.engine import pipeline, ring
 from stallfree.engine.transfer import DeviceLink
 
 PATIENCE = 20.0  # seconds
@@ -126,6 +126,6 @@ class StandIn:
 
 def use(monkeypatch, pause: Callable[[], None] = lambda: None) -> None:
     """Let new optimizers take the asynchronous path, with little staging memory: hardly more than the largest copy needs."""
-    monkeypatch.setattr(transfer, "STAGING_BYTES", 0)
-    monkeypatch.setattr(transfer, "AHEAD_BYTES", 700)
+    monkeypatch.setattr(ring, "STAGING_BYTES", 0)
+    monkeypatch.setattr(ring, "AHEAD_BYTES", 700)
     monkeypatch.setattr(pipeline, "link_to", lambda device, config: DeviceLink(device, StandIn(pause)))

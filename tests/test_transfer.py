@@ -12,7 +12,7 @@ from streams import use
 
 from stallfree import ZenFlowConfig
 from stallfree.engine.host import HostError
-from stallfree.engine.transfer import Ring
+from stallfree.engine.ring import Ring
 
 SETTINGS = dict(
     topk_ratio=0.25, update_interval=3, lag=1, full_warm_up_rounds=2, select_interval=4, min_numel=0, block_numel=60

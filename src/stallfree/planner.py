@@ -9,8 +9,8 @@ from torch import nn
 
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import Block, build_blocks, classify
+from stallfree.engine.ring import ring_bytes
 from stallfree.engine.schedule import publishing_calls, slots_needed
-from stallfree.engine.transfer import ring_bytes
 
 GIB = 1 << 30
 
@@ -62,7 +62,7 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
             exchange += selected + 4 * (weight.selected_count + weight.channels)
         device += selected + weight.selected_count * weight.length * weight.param.element_size() + 8 * weight.channels
     staging = 0
-    if weights and weights[0].param.device.type != "cpu":
+    if config.async_transfers:
         sizes = [_copied_bytes(block) for block in build_blocks(weights, config)]
         staging = sum(ring_bytes(sizes, publishing_calls(config)))
     resident = sum(item.param.numel() for item in residents)

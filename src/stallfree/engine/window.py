@@ -14,8 +14,9 @@ from stallfree.engine.device import Division, SelectedState
 from stallfree.engine.exchange import Exchange
 from stallfree.engine.gradient import Staged
 from stallfree.engine.host import HostState
+from stallfree.engine.ring import Arrival
 from stallfree.engine.schedule import BlockSchedule
-from stallfree.engine.transfer import Arrival, HostWork, Link, Ready, Slots
+from stallfree.engine.transfer import HostWork, Link, Ready, Slots
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import SlotGradient
 
