@@ -1,6 +1,6 @@
 """ZenFlowAdamW in Transformers' Trainer: pass it as `optimizers=` and add `ZenFlowCallback`."""
 
-import sys
+import argparse
 from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingArguments, get_cosine_schedule_with_warmup
@@ -8,10 +8,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 from stallfree import ZenFlowAdamW, channel_dims
 from stallfree.integrations.transformers import ZenFlowCallback
 
-directory, text_file = sys.argv[1:]  # a model in Transformers format; some text to learn
-tokenizer = AutoTokenizer.from_pretrained(directory)
-model = AutoModelForCausalLM.from_pretrained(directory)
-ids = tokenizer(Path(text_file).read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("directory", help="a model in Transformers format")
+parser.add_argument("text_file", type=Path, help="some text to learn")
+given = parser.parse_args()
+tokenizer = AutoTokenizer.from_pretrained(given.directory)
+model = AutoModelForCausalLM.from_pretrained(given.directory)
+ids = tokenizer(given.text_file.read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+if len(ids) < 9 * 256:  # 8 held out, and one to learn from
+    parser.error(f"{given.text_file} has {len(ids)} tokens; this example needs at least 2304")
 data = [{"input_ids": row, "labels": row} for row in ids[: len(ids) // 256 * 256].view(-1, 256)]
 
 optimizer = ZenFlowAdamW(model.named_parameters(), lr=2e-5, channel_dim=channel_dims(model))

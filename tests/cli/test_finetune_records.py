@@ -19,14 +19,23 @@ def write(tmp_path, content, name="data.jsonl"):
     return path
 
 
-def test_all_forms(tmp_path):
-    lines = [json.dumps(CHAT | {"extra": 1}), "", json.dumps({"prompt": "a", "completion": "b"}), '{"text": "c\u2028d"}']
-    path = write(tmp_path, "\ufeff" + "\r\n".join(lines))
-    assert read_records(path) == [
-        Chat(f"{path}, line 1", CHAT["messages"]),
-        Pair(f"{path}, line 3", "a", "b"),
-        Text(f"{path}, line 4", "c\u2028d"),
-    ]
+@pytest.mark.parametrize(
+    "line, record",
+    [
+        (json.dumps(CHAT | {"extra": 1}), lambda where: Chat(where, CHAT["messages"])),
+        (json.dumps({"prompt": "a", "completion": "b"}), lambda where: Pair(where, "a", "b")),
+        ('{"text": "c\u2028d"}', lambda where: Text(where, "c\u2028d")),
+    ],
+)
+def test_all_forms(tmp_path, line, record):
+    path = write(tmp_path, "\ufeff" + "\r\n".join([line, "", line]))
+    assert read_records(path) == [record(f"{path}, line 1"), record(f"{path}, line 3")]
+
+
+def test_mixed_forms_are_refused(tmp_path):
+    path = write(tmp_path, '{"text": "a"}\n\n{"text": "b"}\n{"prompt": "a", "completion": "b"}\n' + json.dumps(CHAT))
+    with pytest.raises(UsageError, match="line 4 has 'prompt' and 'completion' where line 1 has 'text': give one form a file"):
+        read_records(path)
 
 
 def test_other_files_are_one_text(tmp_path):

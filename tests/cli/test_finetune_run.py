@@ -9,17 +9,23 @@ import sys
 
 import pytest
 import torch
+import transformers
+import yaml
 from safetensors.torch import load_file
 
+import stallfree
 from stallfree.cli import main
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune.batches import collate
 from stallfree.cli.finetune.checkpoint import load_checkpoint, save_checkpoint
 from stallfree.cli.finetune.data import encode_source, read_source
 from stallfree.cli.finetune.evaluation import token_losses
-from stallfree.cli.finetune.models import load_model
-from stallfree.cli.finetune.settings import load_settings
+from stallfree.cli.finetune.models import load_model, save_model
+from stallfree.cli.finetune.settings import FinetuneSettings, load_settings
+from stallfree.cli.finetune.tasks import Task
 from stallfree.cli.finetune.train import Training
+from stallfree.cli.flags import ACTIONS, flag
+from stallfree.config import FIELDS
 
 QUICK = {"lr": 3e-3, "micro_batch": 4, "seq_length": 48, "eval_size": 6}
 UNTIMED = {"seconds", "stall_ms", "restages", "bytes_up"}  # restages: per process; bytes_up: evaluations send weights too
@@ -85,9 +91,25 @@ def test_a_run_learns_and_leaves_a_model_with_the_reported_loss(finetune, sums, 
 
     report = (output / "report.md").read_text()
     assert f"| 24 | {after:.4f} |" in report
-    question = re.search(r"Prompt:\n\n````\n(\d)\+(\d)\n````", report)
-    assert f"the data's own:\n\n````\n{int(question[1]) + int(question[2])}\n````" in report
+    questions = re.findall(r"Prompt:\n\n````\n(\d)\+(\d)\n````", report)
+    assert len(questions) == 3
+    assert all(f"the data's own:\n\n````\n{int(a) + int(b)}\n````" in report for a, b in questions)
+    assert_report_is_complete(report)
+    assert report.count("rho: share of the squared gradient norm") == out.count("rho: share of the squared gradient norm") == 1
     assert (output / "loss.svg").read_text().count("<circle") == 5
+
+
+def assert_report_is_complete(report):
+    """Hardware, versions, memory, and every setting with the value that applied."""
+    assert f"stallfree {stallfree.__version__}, torch {torch.__version__}, transformers {transformers.__version__}" in report
+    host, device = map(float, re.search(r"(\S+) bytes per parameter on the host \(.*?\), (\S+) on the device", report).groups())
+    assert 10 < host < 40
+    assert 0 < device < 40
+    run, optimizer = (yaml.safe_load(text) for text in re.findall(r"```yaml\n(.*?)```", report, re.DOTALL))
+    assert run["warmup"] == 1
+    assert (run["steps"], run["eval_size"], run["eval_every"], run["max_grad_norm"]) == (24, 6, 6, 1.0)
+    assert optimizer.keys() == set(FIELDS)
+    assert "interval S 2, topk_ratio 0.1, lag 1, look-ahead 1 steps; warm-up calls: the first 4" in report
 
 
 def test_evaluation_and_saving_do_not_change_training(finetune, sums, tmp_path):
@@ -207,12 +229,25 @@ def test_builtin_task_is_scored_before_and_after(finetune, tmp_path):
         sample_prompt="1 + 1 =",
     )
     assert code == 0
+    assert "solved: problems with the full score" in out
     evaluations = metrics(tmp_path / "out", "eval")
     assert [record["scored"] for record in (evaluations[0], evaluations[-1])] == [3, 3]
     assert "score 0.000 on 3 problems" in out
     report = (tmp_path / "out" / "report.md").read_text()
     assert "Prompt:\n\n````\n1 + 1 =\n````" in report
     assert "the data's own" not in report
+
+
+def test_samples_of_a_task_are_marked(finetune, tmp_path, monkeypatch):
+    pytest.importorskip("reasoning_gym")
+    scores = {0: 1.0, 1: 0.25, 2: 0.0}
+    monkeypatch.setattr(Task, "score", lambda self, index, answer: scores[index])
+    code, out, _ = finetune(data="builtin:chain_sum", examples=40, steps=1, lr=1e-3, score_size=3, eval_size=5, seq_length=256)
+    assert code == 0
+    assert "score 0.417 -> 0.417, solved 1 -> 1 of 3" in out
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert re.findall(r"Answer, after 1 steps \((.*)\):", report) == ["right", "wrong, score 0.25", "wrong, score 0.00"]
+    assert "with partial credit. Exact matches: 1 of 3 before, 1 of 3 after." in report
 
 
 def test_a_run_without_finite_losses_is_given_up(finetune, sums, tmp_path, monkeypatch):
@@ -237,9 +272,11 @@ def test_a_run_without_finite_losses_is_given_up(finetune, sums, tmp_path, monke
         ({"data": "builtin:propositional_logic"}, "has problems without one written answer to learn from: choose another"),
         ({"eval_size": 60}, "gives 60 sequences of at most 512 tokens, of which 60 would be held out: give more data, or"),
         ({"seq_length": 8}, "no answer fits into --seq-length 8: the longest prompt has"),
-        ({"steps": 3, "warmup": 5}, "--warmup 5 is longer than the run of 3 steps"),
+        ({"steps": 3, "warmup": 5}, "warmup 5 is longer than the run of 3 steps: lower it, as in --warmup 0.05"),
         ({"preset": "zenflw"}, "optimizer settings (--preset, --set): preset 'zenflw' is unknown; there are:"),
-        ({"set": "topk_ration=0.1"}, "ZenFlowConfig has no setting 'topk_ration'; did you mean 'topk_ratio'?"),
+        ({"set": "topk_ration=0.1"}, "ZenFlowConfig has no setting 'topk_ration'; did you mean topk_ratio?"),
+        ({"set": "top_k=0.1"}, "--set top_k=0.1: ZenFlowConfig has no setting 'top_k'; did you mean topk_ratio?"),
+        ({"set": "lr=0.1"}, "--set lr=0.1: this one is a flag of its own, --lr"),
         ({"set": "topk_ratio=2"}, "topk_ratio must be a share from 0 to 1; got 2"),
         ({"set": "preset=zenflow"}, "--set preset=zenflow: this one is a flag of its own, --preset"),
         ({"preset": "stronghold", "max_grad_norm": 1}, "max_grad_norm cannot be used with update_in_backward"),
@@ -260,14 +297,60 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(finetune, sums, tmp_pa
 def test_no_command_shows_the_help(capfd):
     assert main([]) == 2
     out, err = capfd.readouterr()
-    assert "finetune  Fine-tune a causal language model" in out
+    assert re.search(r"finetune +Fine-tune a causal language model", out)
     assert err == ""
 
 
 def test_unknown_flag_is_one_sentence_too(finetune, sums):
     code, _, err = finetune(data=sums, learning_rate=1)
     assert code == 2
-    assert err.startswith("error: No such option: --learning-rate")
+    assert err == "error: there is no flag --learning-rate; did you mean --lr?\n"
+    code, _, err = finetune(data=sums, micro_btch=1)
+    assert (code, err) == (2, "error: there is no flag --micro-btch; did you mean --micro-batch?\n")
+
+
+def test_version(capfd):
+    assert main(["--version"]) == 0
+    assert capfd.readouterr().out == f"stallfree {stallfree.__version__}\n"
+
+
+def test_help_names_every_flag_whole_at_80_columns(capfd, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["finetune", "--help"]) == 0
+    out = capfd.readouterr().out
+    assert [name for name in map(flag, (*FinetuneSettings.model_fields, *ACTIONS)) if f"  {name}" not in out] == []
+    assert "--schedule cosine|linear|constant\n" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("options", [{"steps": 3, "warmup": 5}, {"model": "gpt7"}])
+def test_what_needs_no_data_is_checked_before_it_is_read(finetune, options):
+    code, out, err = finetune(**{"data": "none.jsonl"} | options)
+    assert (code, out) == (2, "")
+    assert "none.jsonl" not in err
+
+
+@pytest.mark.parametrize("flags", [[], ["--overwrite"]])
+def test_output_may_not_be_the_model(finetune, sums, tmp_path, tiny, flags):
+    save_model(*tiny, tmp_path / "model")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    code, _, err = finetune(*flags, data=sums, model=tmp_path / "model", output=tmp_path / "x" / ".." / "model", steps=1)
+    assert code == 2
+    assert "is the directory of --model: give another" in err
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before
+
+
+def test_dtype_auto_is_resolved_once(finetune, sums, tmp_path, stop_after, monkeypatch):
+    choices = iter([("bfloat16", "as arranged")])
+    monkeypatch.setattr("stallfree.cli.finetune.run.choose_dtype", lambda device: next(choices))
+    stop_after(1)
+    code, out, _ = finetune(data=sums, steps=2, dtype="auto", **QUICK)
+    assert code == 130
+    assert "in bfloat16 (dtype auto: as arranged)" in out
+    assert yaml.safe_load((tmp_path / "out" / "settings.yaml").read_text())["dtype"] == "bfloat16"
+    monkeypatch.undo()
+    assert finetune("--resume", dtype="auto")[0] == 0
+    assert weights(tmp_path / "out")["model.norm.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from stallfree.cli.errors import UsageError
+from stallfree.cli.errors import UsageError, did_you_mean
+from stallfree.cli.finetune import machine
+from stallfree.cli.finetune.optimizer import warmup_steps
 from stallfree.cli.finetune.settings import FinetuneSettings, load_settings, save_settings
 from stallfree.cli.flags import ACTIONS, flag, markdown_table
 
@@ -17,6 +19,64 @@ def test_flags_win_over_yaml(tmp_path):
     settings = load_settings(NEEDED | {"config": str(file), "lr": "5e-4", "set": ["topk_ratio=0.2", "lag=2"]})
     assert (settings.lr, settings.micro_batch, settings.betas) == (5e-4, 7, (0.8, 0.9))
     assert settings.set == {"topk_ratio": 0.2, "lookahead": 0.1, "lag": 2}
+
+
+def test_a_flag_that_is_wrong_is_named_although_a_file_is_read(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("lr: 1e-4\nset: {lag: 1}\n")
+    with pytest.raises(UsageError, match=r"^--lr -1: should be"):
+        load_settings(NEEDED | {"config": str(file), "lr": "-1"})
+    with pytest.raises(UsageError, match=r"^optimizer settings \(--preset, --set\): topk_ratio must be"):
+        load_settings(NEEDED | {"config": str(file), "set": ["topk_ratio=2"]})
+
+
+def test_either_flag_of_length_replaces_the_file_s(tmp_path):
+    file = tmp_path / "run.yaml"
+    file.write_text("steps: 60\n")
+    settings = load_settings(NEEDED | {"config": str(file), "epochs": "2"})
+    assert (settings.steps, settings.epochs) == (None, 2)
+
+
+@pytest.mark.parametrize(
+    "name, known",
+    [
+        ("learning_rate", "lr"),
+        ("batch_size", "micro_batch"),
+        ("gradient_accumulation_steps", "accumulation"),
+        ("num_train_epochs", "epochs"),
+        ("max_steps", "steps"),
+        ("warmup_steps", "warmup"),
+        ("warmup_ratio", "warmup"),
+        ("output_dir", "output"),
+    ],
+)
+def test_names_of_other_tools_are_known(name, known):
+    assert did_you_mean(name, FinetuneSettings.model_fields) == f"; did you mean {known}?"
+    assert did_you_mean(flag(name), map(flag, FinetuneSettings.model_fields)) == f"; did you mean {flag(known)}?"
+
+
+@pytest.mark.parametrize(
+    "flags, dtype",
+    [
+        ("sse avx512f avx512_bf16", "bfloat16"),
+        ("amx_bf16 amx_tile", "bfloat16"),
+        ("avx2 avx512f", "float32"),
+        (None, "float32"),
+    ],
+)
+def test_dtype_auto_follows_the_cpu(tmp_path, monkeypatch, flags, dtype):
+    info = tmp_path / "cpuinfo"
+    if flags is not None:
+        info.write_text(f"processor\t: 0\nmodel name\t: Some CPU\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(machine, "CPU_INFO", info)
+    assert machine.choose_dtype("cpu")[0] == dtype
+
+
+def test_the_demo_can_be_shortened():
+    demo = Path(__file__).parents[2] / "examples" / "demo.yaml"
+    for given, steps, warmup in (({}, 60, 8), ({"steps": "6"}, 6, 1)):
+        settings = load_settings({"config": str(demo)} | given)
+        assert (settings.steps, warmup_steps(settings, steps), settings.dtype) == (steps, warmup, "auto")
 
 
 def test_values_from_flags_have_types():
@@ -61,7 +121,12 @@ def test_missing_setting_says_what_it_takes():
         ("resume: true", r"resume belongs on the command line, as --resume"),
         ("- lr", r"holds no settings: write lines like 'lr: 2e-5' or 'set: \{topk_ratio: 0.2\}'"),
         ("lr: [", r"is not YAML: while parsing"),
-        ("lr: -1", r"--lr -1: should be greater than 0"),
+        ("lr: -1", r"^\S+run\.yaml: lr -1: should be greater than 0$"),
+        ("learning_rate: 1", r"there is no setting 'learning_rate'; did you mean lr\?"),
+        ("batch-size: 1", r"there is no setting 'batch_size'; did you mean micro_batch\?"),
+        ("set: {top_k: 0.1}", r"run\.yaml: top_k: 0.1 in set: ZenFlowConfig has no setting 'top_k'; did you mean topk_ratio\?"),
+        ("set: {lr: 0.1}", r"run\.yaml: lr: 0.1 in set: this one is a flag of its own, --lr"),
+        ("set: {topk_ratio: 2}", r"optimizer settings \(\S+run\.yaml: preset, set\): topk_ratio must be a share from 0 to 1"),
         ("set: 3", r"holds no settings"),
     ],
 )

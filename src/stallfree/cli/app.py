@@ -9,23 +9,35 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 
-from stallfree.cli.errors import UsageError
+from stallfree import __version__
+from stallfree.cli.errors import UsageError, did_you_mean
 from stallfree.cli.finetune.settings import FinetuneSettings, load_settings
-from stallfree.cli.flags import typer_command
+from stallfree.cli.flags import ACTIONS, flag, typer_command
 
 EXIT_USAGE = 2
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+# Rich would cut long names off at 80 columns.
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"stallfree {__version__}")
+        raise typer.Exit
 
 
 @app.callback()
-def stallfree() -> None:
+def stallfree(
+    version: Annotated[
+        bool | None, typer.Option("--version", help="Show the version and exit.", is_eager=True, callback=_show_version)
+    ] = None,
+) -> None:
     """Train models whose optimizer state does not fit on the GPU, without letting the GPU wait."""
 
 
@@ -56,8 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 128 + signal.SIGINT
     except Exception as error:
         if hasattr(error, "format_message") and hasattr(error, "exit_code"):  # a flag that typer refused
-            return _report(error.format_message())
+            return _report(_unknown_flag(error) or error.format_message())
         raise
+
+
+def _unknown_flag(error: Any) -> str:
+    given = getattr(error, "option_name", None)
+    if given is None or not hasattr(error, "possibilities"):
+        return ""
+    known = [flag(name) for name in (*FinetuneSettings.model_fields, *ACTIONS)]
+    return f"there is no flag {given}{did_you_mean(given, known, or_else='; see stallfree finetune --help')}"
 
 
 def _sentence(error: UsageError | OSError) -> str:

@@ -28,7 +28,7 @@ def typer_command(function: Callable[[dict[str, Any]], None], settings: type[Bas
 
     annotations = {name: _option(name, field) for name, field in settings.model_fields.items()}
     for name, (kind, text) in ACTIONS.items():
-        option = typer.Option(flag(name), help=text, metavar="FILE" if kind is str else None, rich_help_panel="This call")
+        option = typer.Option(flag(name), help=text, metavar="FILE" if kind is str else None)
         annotations[name] = Annotated[kind | None, option]
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
@@ -61,13 +61,9 @@ def _option(name: str, field: FieldInfo) -> Any:
     switch = field.annotation is bool
     kind = bool if switch else list[str] if get_origin(field.annotation) is dict else str
     names = f"{flag(name)}/--no-{flag(name)[2:]}" if switch else flag(name)
-    option = typer.Option(
-        names,
-        help=field.description,
-        metavar=_metavar(field),
-        show_default=_default(field) or False,
-        rich_help_panel=_extra(field)["panel"],
-    )
+    default = _default(field)
+    text = f"{field.description} [default: {default}]" if default else field.description
+    option = typer.Option(names, help=text, metavar=_metavar(field), show_default=False)
     return Annotated[kind | None, option]
 
 

@@ -1,4 +1,4 @@
-"""Device memory for copies under way: a bounded ring, handed out in pieces that are reused when the device is done with them."""
+"""Device memory for copies under way: a bounded ring, handed out in pieces that are reused once the device is done."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Display:
     def evaluation(self, evaluation: Evaluation) -> None:
         text = f"step {evaluation.step}: held-out loss {evaluation.loss:.4f}"
         if evaluation.score is not None:
-            text += f", score {evaluation.score:.3f} on {evaluation.scored} problems"
+            text += f", score {evaluation.score:.3f} on {evaluation.scored} problems, {evaluation.solved} solved"
         self.console.print(text, style="bold")
 
 

@@ -14,12 +14,14 @@ from torch.nn import functional as F
 
 from stallfree.cli.finetune.batches import IGNORE, Batch, collate
 from stallfree.cli.finetune.data import Data
+from stallfree.cli.finetune.encode import Example
 from stallfree.cli.finetune.settings import FinetuneSettings
 
 SCORE_SECONDS = 60.0  # after which scoring before the training starts no further batch
 SCORE_BATCH = 16
 ANSWER_SLACK = 8  # tokens beyond the longest held-out answer before an answer is cut off
 ANSWER_MOST, SAMPLE_TOKENS = 256, 64
+SAMPLES = 3  # of the held-out prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +32,21 @@ class Evaluation:
     loss: float  # mean over the held-out learned tokens
     score: float | None = None  # mean of the task's own score over `scored` problems
     scored: int | None = None
-    sample: str | None = None  # answer to the sample prompt
+    solved: int | None = None  # problems with the full score
+    samples: list[str] | None = None  # answers to the sample prompts
+    sample_scores: list[float] | None = None  # the task's own, where the prompts are its problems
 
     def record(self) -> dict[str, Any]:
         return {"kind": "eval"} | {name: value for name, value in asdict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """What is asked for a sample answer."""
+
+    ids: Tensor  # int64 [length]
+    text: str
+    expected: str | None  # what the data itself answers; None: not from the data
 
 
 def token_losses(model: Any, batch: Batch) -> Tensor:
@@ -56,33 +69,24 @@ class Evaluator:
         by_length = sorted(data.held_out, key=lambda example: len(example.ids))  # little padding
         size = settings.micro_batch
         self._batches = [collate(by_length[i : i + size], tokenizer.pad_token_id) for i in range(0, len(by_length), size)]
-        self.sample_prompt = self._encode_sample_prompt()
+        self.prompts = self._sample_prompts()
 
     @torch.no_grad()
     def evaluate(self, step: int, *, answers: bool, scored_before: int | None) -> Evaluation:
-        """Loss; with `answers`, score and sample too. `scored_before`: how many problems the earlier scoring had time for."""
+        """Loss; with `answers`, score and samples too. `scored_before`: how many problems the earlier scoring had time for."""
         self._model.eval()
         try:
             loss = self._loss()
             if not answers:
                 return Evaluation(step, loss)
-            score, scored = self._score(scored_before)
-            return Evaluation(step, loss, score, scored, self._answers([self.sample_prompt], SAMPLE_TOKENS)[0])
+            answered, scores = self._score(scored_before)
+            samples, sample_scores = self._samples(answered)
+            if not scores:
+                return Evaluation(step, loss, samples=samples, sample_scores=sample_scores)
+            solved = sum(score >= 1 for score in scores)
+            return Evaluation(step, loss, sum(scores) / len(scores), len(scores), solved, samples, sample_scores)
         finally:
             self._model.train()
-
-    def prompt_text(self) -> str:
-        """The sample prompt in words."""
-        given = self._settings.sample_prompt or self._data.held_out[0].question
-        return given or str(self._tokenizer.decode(self.sample_prompt, skip_special_tokens=True))
-
-    def expected_text(self) -> str | None:
-        """What the data itself answers to the sample prompt."""
-        if self._settings.sample_prompt is not None:
-            return None
-        example = self._data.held_out[0]
-        answer = example.ids[len(example.prompt) :][:SAMPLE_TOKENS]
-        return str(self._tokenizer.decode(answer, skip_special_tokens=True))
 
     def _loss(self) -> float:
         total, count = 0.0, 0
@@ -92,21 +96,36 @@ class Evaluator:
             count += batch.learned
         return total / count
 
-    def _score(self, scored_before: int | None) -> tuple[float | None, int | None]:
+    def _score(self, scored_before: int | None) -> tuple[list[str], list[float]]:
+        """Answers to the first held-out problems and their scores; empty without a task."""
         task = self._data.task
         size = min(self._settings.score_size, len(self._data.held_out)) if scored_before is None else scored_before
-        if task is None or not size:
-            return None, None
-        answer_tokens = max(int(example.learned.sum()) for example in self._data.held_out[:size]) + ANSWER_SLACK
+        answers: list[str] = []
         scores: list[float] = []
+        if task is None:
+            return answers, scores
         begun = time.monotonic()
         for start in range(0, size, SCORE_BATCH):
             if scores and scored_before is None and time.monotonic() - begun > SCORE_SECONDS:
                 break
             prompts = [example.prompt for example in self._data.held_out[start : min(start + SCORE_BATCH, size)]]
-            answers = self._answers(prompts, min(answer_tokens, ANSWER_MOST))
-            scores += [task.score(start + place, answer) for place, answer in enumerate(answers)]
-        return sum(scores) / len(scores), len(scores)
+            answers += self._answers(prompts, self._answer_tokens(size))
+            scores += [task.score(start + place, answer) for place, answer in enumerate(answers[start:])]
+        return answers, scores
+
+    def _samples(self, scored: list[str]) -> tuple[list[str], list[float] | None]:
+        """Answers to the sample prompts, taken from those that were scored where these suffice."""
+        task = self._data.task if self._settings.sample_prompt is None else None
+        if task is not None and len(scored) >= len(self.prompts):
+            samples = scored[: len(self.prompts)]
+        else:
+            tokens = SAMPLE_TOKENS if task is None else self._answer_tokens(len(self.prompts))
+            samples = self._answers([prompt.ids for prompt in self.prompts], tokens)
+        return samples, None if task is None else [task.score(place, answer) for place, answer in enumerate(samples)]
+
+    def _answer_tokens(self, size: int) -> int:
+        longest = max(int(example.learned.sum()) for example in self._data.held_out[:size])
+        return min(longest + ANSWER_SLACK, ANSWER_MOST)
 
     def _answers(self, prompts: Sequence[Tensor], max_new_tokens: int) -> list[str]:
         """Greedy continuations, without special tokens."""
@@ -129,13 +148,21 @@ class Evaluator:
         )
         return list(self._tokenizer.batch_decode(out[:, longest:], skip_special_tokens=True))
 
-    def _encode_sample_prompt(self) -> Tensor:
+    def _sample_prompts(self) -> list[Prompt]:
         text = self._settings.sample_prompt
         if text is None:
-            return self._data.held_out[0].prompt
+            return [self._held_out_prompt(example) for example in self._data.held_out[:SAMPLES]]
         if self._data.chats:
-            text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-            )
-            return torch.tensor(self._tokenizer(text, add_special_tokens=False)["input_ids"])
-        return torch.tensor(self._tokenizer(text)["input_ids"])
+            message = [{"role": "user", "content": text}]
+            written = self._tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+            ids = self._tokenizer(written, add_special_tokens=False)["input_ids"]
+        else:
+            ids = self._tokenizer(text)["input_ids"]
+        return [Prompt(torch.tensor(ids), text, None)]
+
+    def _held_out_prompt(self, example: Example) -> Prompt:
+        text = example.question or self._words(example.prompt)
+        return Prompt(example.prompt, text, self._words(example.ids[len(example.prompt) :][:SAMPLE_TOKENS]))
+
+    def _words(self, ids: Tensor) -> str:
+        return str(self._tokenizer.decode(ids, skip_special_tokens=True))

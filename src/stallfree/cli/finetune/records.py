@@ -39,6 +39,7 @@ class Chat:
 
 
 Record = Text | Pair | Chat
+FORM = {Text: "'text'", Pair: "'prompt' and 'completion'", Chat: "'messages'"}
 
 
 def read_records(path: Path) -> list[Record]:
@@ -58,7 +59,14 @@ def read_records(path: Path) -> list[Record]:
         return [Text(str(path), text)]
     # Not splitlines(): JSON strings may hold U+2028 and the like unescaped.
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    return [_record(f"{path}, line {number}", line) for number, line in lines]
+    records = [_record(f"{path}, line {number}", line) for number, line in lines]
+    for (number, _), record in zip(lines, records, strict=True):
+        if type(record) is not type(records[0]):
+            raise UsageError(
+                f"{path}, line {number} has {FORM[type(record)]} where line {lines[0][0]} has {FORM[type(records[0])]}: "
+                f"give one form a file"
+            )
+    return records
 
 
 def _decode(path: Path) -> str:

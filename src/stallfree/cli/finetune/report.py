@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from stallfree.cli.finetune.data import Data
+from stallfree.cli.finetune.evaluation import Prompt
+from stallfree.cli.finetune.machine import hardware, versions
 from stallfree.cli.finetune.metrics import read_metrics
+from stallfree.cli.finetune.optimizer import warmup_steps
 from stallfree.cli.finetune.settings import FinetuneSettings
+from stallfree.cli.finetune.train import Training
 
 REPORT_FILE, CURVE_FILE = "report.md", "loss.svg"
 WIDTH, HEIGHT, MARGIN = 640, 320, 48
 
 
-def write_report(directory: Path, settings: FinetuneSettings, prompt: str, expected: str | None) -> Path:
-    """Write the report of the run in `directory` from its metrics log; returns its path."""
+def write_report(
+    directory: Path, settings: FinetuneSettings, training: Training, prompts: Sequence[Prompt], data: Data
+) -> Path:
+    """Write the report of the finished run in `directory` from its metrics log; returns its path."""
     records = read_metrics(directory)
     steps = [record for record in records if record["kind"] == "step"]
     evaluations = [record for record in records if record["kind"] == "eval"]
@@ -25,16 +33,21 @@ def write_report(directory: Path, settings: FinetuneSettings, prompt: str, expec
         "# Fine-tuning report",
         f"`{settings.model}` on `{settings.data}`: {len(steps)} steps, {sum(r['tokens'] for r in steps):,} tokens "
         f"in {_duration(sum(r['seconds'] for r in steps))} of training.",
+        f"On {hardware(training.model.device.type)}. {versions()}.",
         _results(evaluations),
         f"![loss]({CURVE_FILE})",
         _optimizer(steps, settings.preset),
-        _samples(prompt, expected, evaluations),
+        _memory(training),
+        _samples(prompts, evaluations),
         "## Use it",
         f"```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
         f"model = AutoModelForCausalLM.from_pretrained({str(directory.absolute())!r})\n"
         f"tokenizer = AutoTokenizer.from_pretrained({str(directory.absolute())!r})\n```",
         "## Settings",
-        f"```yaml\n{yaml.safe_dump(settings.model_dump(mode='json', exclude_none=True), sort_keys=False)}```",
+        "With the defaults that applied:",
+        f"```yaml\n{yaml.safe_dump(_settings(settings, training, data), sort_keys=False)}```",
+        f"The optimizer's configuration, of which came about: {_derived(training)}.",
+        f"```yaml\n{training.optimizer.config.to_yaml()}```",
     ]
     path = directory / REPORT_FILE
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -90,7 +103,15 @@ def _results(evaluations: list[dict[str, Any]]) -> str:
     for record in evaluations:
         score = f" {record['score']:.3f} ({record['scored']} problems) |" if "score" in record else " |"
         rows.append(f"| {record['step']} | {record['loss']:.4f} |" + (score if scored else ""))
-    return "\n".join(rows)
+    table = "\n".join(rows)
+    if not scored:
+        return table
+    solved = ", ".join(
+        f"{record['solved']} of {record['scored']} {'after' if record['step'] else 'before'}"
+        for record in evaluations
+        if "score" in record
+    )
+    return f"{table}\n\nThe task score is the task's own, from 0 to 1, with partial credit. Exact matches: {solved}."
 
 
 def _optimizer(steps: list[dict[str, Any]], preset: str) -> str:
@@ -104,17 +125,68 @@ def _optimizer(steps: list[dict[str, Any]], preset: str) -> str:
         parts.append(f"stall {statistics.median(stalls):.0f} ms a step (median), {sum(stalls) / 1000:.1f} s in all")
     if steps and (skipped := steps[-1].get("skipped_steps")):
         parts.append(f"{skipped} steps skipped because their gradient was not finite")
-    return "; ".join(parts) + "."
-
-
-def _samples(prompt: str, expected: str | None, evaluations: list[dict[str, Any]]) -> str:
-    answers = [(f"after {record['step']} steps", record["sample"]) for record in evaluations if "sample" in record]
-    answers += [("the data's own", expected)] if expected is not None else []
-    fence = "````"
-    return "\n\n".join(
-        ["## A sample answer", f"Prompt:\n\n{fence}\n{prompt}\n{fence}"]
-        + [f"Answer, {when}:\n\n{fence}\n{answer}\n{fence}" for when, answer in answers]
+    return "; ".join(parts) + (
+        ".\n\n- rho: share of the squared gradient norm in channels whose update is deferred to the host and so arrives a few"
+        " steps late; the smaller, the closer to plain AdamW.\n"
+        "- retention: share of the selected channels that the next selection kept.\n"
+        "- stall: time within a step that the device (on a CPU: the training thread) waited for the host's updates."
     )
+
+
+def _memory(training: Training) -> str:
+    measured, config = training.optimizer.metrics(), training.optimizer.config
+    params = [param for param in training.model.parameters() if param.requires_grad]
+    count = sum(param.numel() for param in params)
+    host, device = measured["host_bytes"], measured["device_bytes"]
+    own = params[0].element_size()
+    return (
+        f"Memory of the optimizer (S={measured['interval']}, topk_ratio={config.topk_ratio}): {host / count:.1f} bytes per "
+        f"parameter on the host ({host / 1e9:.2f} GB), {device / count:.1f} on the device ({device / 1e9:.2f} GB); weights and "
+        f"gradients take {own} each besides."
+    )
+
+
+def _settings(settings: FinetuneSettings, training: Training, data: Data) -> dict[str, Any]:
+    """What was left to be decided, decided."""
+    decided = {
+        "warmup": warmup_steps(settings, training.steps),
+        "steps": training.steps,
+        "max_grad_norm": settings.clip or 0.0,
+        "eval_size": len(data.held_out),
+        "eval_every": settings.eval_interval(training.steps),
+        "log_every": settings.log_interval(training.model.device.type),
+    }
+    return {name: value for name, value in (settings.model_dump(mode="json") | decided).items() if value is not None}
+
+
+def _derived(training: Training) -> str:
+    config, interval = training.optimizer.config, training.optimizer.metrics()["interval"]
+    calls = training.optimizer.engine.clock.warm_up
+    warm_up = "all" if calls is None else f"the first {calls}"
+    return (
+        f"interval S {interval}, topk_ratio {config.topk_ratio}, lag {config.lag}, "
+        f"look-ahead {config.lookahead_at(interval):g} steps; warm-up calls: {warm_up}"
+    )
+
+
+def verdict(score: float) -> str:
+    """Of an answer, from the task's score."""
+    return "right" if score >= 1 else f"wrong, score {score:.2f}"
+
+
+def _samples(prompts: Sequence[Prompt], evaluations: list[dict[str, Any]]) -> str:
+    fence = "````"
+    parts = ["## Sample answers"]
+    for place, prompt in enumerate(prompts):
+        parts.append(f"Prompt:\n\n{fence}\n{prompt.text}\n{fence}")
+        for record in evaluations:
+            if "samples" in record:
+                mark = f" ({verdict(record['sample_scores'][place])})" if "sample_scores" in record else ""
+                when = f"after {record['step']} steps" if record["step"] else "before training"
+                parts.append(f"Answer, {when}{mark}:\n\n{fence}\n{record['samples'][place]}\n{fence}")
+        if prompt.expected is not None:
+            parts.append(f"Answer, the data's own:\n\n{fence}\n{prompt.expected}\n{fence}")
+    return "\n\n".join(parts)
 
 
 def _finite(points: list[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -17,11 +17,12 @@ from stallfree.cli.finetune.data import Data, encode_source, read_source
 from stallfree.cli.finetune.display import Display
 from stallfree.cli.finetune.evaluation import Evaluation, Evaluator
 from stallfree.cli.finetune.interrupt import Interrupted, StopRequest
+from stallfree.cli.finetune.machine import choose_dtype
 from stallfree.cli.finetune.metrics import METRICS_FILE, MetricsLog
-from stallfree.cli.finetune.models import checkpoint_activations, load_model, save_model
-from stallfree.cli.finetune.optimizer import optimizer_config, warmup_steps
-from stallfree.cli.finetune.report import CURVE_FILE, REPORT_FILE, write_report
-from stallfree.cli.finetune.settings import SETTINGS_FILE, FinetuneSettings, save_settings
+from stallfree.cli.finetune.models import check_model, checkpoint_activations, load_model, save_model
+from stallfree.cli.finetune.optimizer import warmup_steps
+from stallfree.cli.finetune.report import CURVE_FILE, REPORT_FILE, verdict, write_report
+from stallfree.cli.finetune.settings import MODEL_NAMES, SETTINGS_FILE, FinetuneSettings, save_settings
 from stallfree.cli.finetune.train import PendingRecord, Training
 
 NOT_FINITE_LIMIT = 5  # steps in a row without a finite loss, after which a run is given up
@@ -33,14 +34,16 @@ def finetune(settings: FinetuneSettings, *, resume: bool = False, overwrite: boo
     Raises:
         UsageError: for anything wrong with the input, before the output directory is touched.
     """
-    _check_output(settings.output, resume=resume, overwrite=overwrite)
+    _check_output(settings, resume=resume, overwrite=overwrite)
     _check_one_process()
-    config = optimizer_config(settings)
-    settings = _choose_device(settings)
+    if settings.steps is not None:
+        warmup_steps(settings, settings.steps)
+    what = check_model(settings.model)
+    settings, why = _choose_device(settings)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"reading {settings.data}")
     source = read_source(settings)
-    console.print(f"loading {settings.model}")
+    console.print(f"loading {what}, in {settings.dtype}{why}")
     dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
     model, tokenizer = load_model(settings.model, dtype, settings.seed)
     data = encode_source(settings, source, tokenizer)
@@ -49,7 +52,7 @@ def finetune(settings: FinetuneSettings, *, resume: bool = False, overwrite: boo
     model.to(settings.device)
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
-    training = Training(model, data, settings, config, steps, tokenizer.pad_token_id)
+    training = Training(model, data, settings, settings.optimizer_config(), steps, tokenizer.pad_token_id)
     saved = load_checkpoint(settings.output, data.fingerprint) if resume else None
     try:
         with Display(steps, console) as display, StopRequest(display.note) as stop:
@@ -96,6 +99,9 @@ class Run:
             f"{parameters / 1e6:,.1f}M parameters on {training.model.device}, {training.steps} steps, "
             f"{len(self.data.train)} sequences to train on, {len(self.data.held_out)} held out"
         )
+        display.note("rho: share of the squared gradient norm whose update is deferred; stall: time a step waits for the host")
+        if self.data.task is not None and self.settings.score_size:
+            display.note("score: the task's own, 0 to 1 with partial credit; solved: problems with the full score")
         for note in self.data.notes:
             display.note(f"note: {note}")
         if training.step:
@@ -116,7 +122,7 @@ class Run:
 
     def _evaluation_is_due(self) -> bool:
         step, last = self.training.step, self.training.steps
-        every = math.ceil(last / 4) if self.settings.eval_every is None else self.settings.eval_every
+        every = self.settings.eval_interval(last)
         return (step in (0, last) or (every > 0 and step % every == 0)) and step not in self.evaluations
 
     def _evaluate(self) -> None:
@@ -165,23 +171,32 @@ class Run:
         self.training.optimizer.flush()
         save_model(self.training.model, self.tokenizer, self.output)
         (self.output / CHECKPOINT_FILE).unlink(missing_ok=True)  # nothing is left to resume
-        report = write_report(self.output, self.settings, self.evaluator.prompt_text(), self.evaluator.expected_text())
+        report = write_report(self.output, self.settings, self.training, self.evaluator.prompts, self.data)
         before, after = self.evaluations[0], self.evaluations[self.training.steps]
-        self.display.note(f"prompt: {self.evaluator.prompt_text()}\nbefore: {before.sample}\nafter:  {after.sample}")
+        assert before.samples is not None
+        assert after.samples is not None
+        mark = f"  ({verdict(after.sample_scores[0])})" if after.sample_scores else ""
+        prompt = self.evaluator.prompts[0].text
+        self.display.note(f"prompt: {prompt}\nbefore: {before.samples[0]}\nafter:  {after.samples[0]}{mark}")
         line = f"held-out loss {before.loss:.4f} -> {after.loss:.4f}"
         if before.score is not None and after.score is not None:
-            line += f", score {before.score:.3f} -> {after.score:.3f}"
+            line += (
+                f", score {before.score:.3f} -> {after.score:.3f}, solved {before.solved} -> {after.solved} of {after.scored}"
+            )
         self.display.note(f"{line}\nmodel in {self.output}, report in {report}")
         if after.loss >= before.loss:
             self.display.note("note: the held-out loss did not fall; try a lower --lr, more --steps or more data")
         return 0
 
 
-def _check_output(output: Path, *, resume: bool, overwrite: bool) -> None:
+def _check_output(settings: FinetuneSettings, *, resume: bool, overwrite: bool) -> None:
+    output = settings.output
     if resume and overwrite:
         raise UsageError("--resume continues a run and --overwrite starts anew: give one of them")
     if output.exists() and not output.is_dir():
         raise UsageError(f"output {output} is a file: give a directory as --output")
+    if settings.model not in MODEL_NAMES and Path(settings.model).resolve() == output.resolve():
+        raise UsageError(f"--output {output} is the directory of --model: give another, so that the model you start from stays")
     if not resume and not overwrite and output.is_dir() and any(output.iterdir()):
         raise UsageError(f"output directory {output} is not empty: add --overwrite or --resume, or give another as --output")
     existing = next(path for path in [output.absolute(), *output.absolute().parents] if path.exists())
@@ -202,13 +217,15 @@ def _clear(output: Path) -> None:
         (output / name).unlink(missing_ok=True)
 
 
-def _choose_device(settings: FinetuneSettings) -> FinetuneSettings:
-    """With `device` and `dtype` made definite, so that a resumed run keeps them."""
+def _choose_device(settings: FinetuneSettings) -> tuple[FinetuneSettings, str]:
+    """With `device` and `dtype` made definite, so that a resumed run keeps them; and why this dtype, to be shown."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU; leave --device out to train on the CPU")
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = settings.dtype or ("bfloat16" if device == "cuda" else "float32")
-    return settings.model_copy(update={"device": device, "dtype": dtype})
+    if settings.dtype != "auto":
+        return settings.model_copy(update={"device": device}), ""
+    dtype, why = choose_dtype(device)
+    return settings.model_copy(update={"device": device, "dtype": dtype}), f" (dtype auto: {why})"
 
 
 def _steps(settings: FinetuneSettings, sequences: int) -> int:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from stallfree.cli.errors import UsageError, did_you_mean
 from stallfree.cli.flags import ACTIONS, flag
-from stallfree.config import PRESETS
+from stallfree.config import FIELDS, PRESETS, ZenFlowConfig
 
 SETTINGS_FILE = "settings.yaml"  # in the output directory: what --resume reads
 MODEL_NAMES = ("smollm2-135m", "tiny")  # that need no directory
 
 
-def _setting(default: Any, text: str, panel: str, *, metavar: str | None = None, shown: str = "", **limits: Any) -> Any:
-    extra: dict[str, Any] = {"panel": panel, "metavar": metavar, "shown": shown}
+def _setting(default: Any, text: str, *, metavar: str | None = None, shown: str = "", **limits: Any) -> Any:
+    extra: dict[str, Any] = {"metavar": metavar, "shown": shown}
     return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
@@ -27,74 +29,62 @@ class FinetuneSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    model: str = _setting(..., "Directory in Transformers format, `smollm2-135m`, or `tiny` (random, for trying out).", "What")
-    data: str = _setting(..., "Text file, JSONL file, or `builtin:TASK` with the name of a reasoning-gym task.", "What")
-    output: Path = _setting(Path("finetuned"), "Directory for the model, its log and report.", "What", metavar="DIR")
+    model: str = _setting(..., "Directory in Transformers format, `smollm2-135m`, or `tiny` (random, for trying out).")
+    data: str = _setting(..., "Text file, JSONL file, or `builtin:TASK` with the name of a reasoning-gym task.")
+    output: Path = _setting(Path("finetuned"), "Directory for the model, its log and report.", metavar="DIR")
 
-    lr: float = _setting(2e-5, "Peak learning rate.", "Training", gt=0)
+    lr: float = _setting(2e-5, "Peak learning rate.", gt=0)
     schedule: Literal["cosine", "linear", "constant"] = _setting(
-        "cosine", "Learning rate after the warm-up: down to zero along a cosine or a line, or constant.", "Training"
+        "cosine", "Learning rate after the warm-up: down to zero along a cosine or a line, or constant."
     )
-    warmup: float = _setting(0.05, "Steps over which the learning rate rises; below 1: a share of all steps.", "Training", ge=0)
-    steps: int | None = _setting(None, "Optimizer steps.", "Training", ge=1)
-    epochs: float | None = _setting(None, "Passes over the data, instead of --steps.", "Training", shown="1", gt=0)
-    micro_batch: int = _setting(4, "Sequences per forward pass.", "Training", ge=1)
-    accumulation: int = _setting(1, "Forward passes per optimizer step.", "Training", ge=1)
-    seq_length: int = _setting(
-        512, "Tokens per sequence, at most; longer text is split, longer answers are cut.", "Training", ge=8
-    )
-    weight_decay: float = _setting(0.01, "Of matrices; vectors (norms, biases) have none.", "Training", ge=0)
-    betas: tuple[float, float] = _setting((0.9, 0.999), "AdamW's decay rates.", "Training", metavar="FLOAT,FLOAT")
-    eps: float = _setting(1e-8, "AdamW's epsilon.", "Training", gt=0)
+    warmup: float = _setting(0.05, "Steps over which the learning rate rises; below 1: a share of all steps.", ge=0)
+    steps: int | None = _setting(None, "Optimizer steps.", ge=1)
+    epochs: float | None = _setting(None, "Passes over the data, instead of --steps.", shown="1", gt=0)
+    micro_batch: int = _setting(4, "Sequences per forward pass.", ge=1)
+    accumulation: int = _setting(1, "Forward passes per optimizer step.", ge=1)
+    seq_length: int = _setting(512, "Tokens per sequence, at most; longer text is split, longer answers are cut.", ge=8)
+    weight_decay: float = _setting(0.01, "Of matrices; vectors (norms, biases) have none.", ge=0)
+    betas: tuple[float, float] = _setting((0.9, 0.999), "AdamW's decay rates.", metavar="FLOAT,FLOAT")
+    eps: float = _setting(1e-8, "AdamW's epsilon.", gt=0)
     max_grad_norm: float | None = _setting(
-        None, "Clip the gradient norm to this; 0: no clipping.", "Training", shown="1, or 0 where the preset cannot clip", ge=0
+        None, "Clip the gradient norm to this; 0: no clipping.", shown="1, or 0 where the preset cannot clip", ge=0
     )
-    gradient_checkpointing: bool = _setting(
-        False, "Recompute activations in the backward pass: less memory, slower.", "Training"
+    gradient_checkpointing: bool = _setting(False, "Recompute activations in the backward pass: less memory, slower.")
+    dtype: Literal["auto", "float32", "bfloat16"] = _setting(
+        "auto", "Type of weights and gradients; auto: bfloat16 where the device computes it in hardware, else float32."
     )
-    dtype: Literal["float32", "bfloat16"] | None = _setting(
-        None, "Type of weights and gradients.", "Training", shown="bfloat16 on a GPU, else float32"
-    )
-    device: Literal["cpu", "cuda"] | None = _setting(None, "Where to train.", "Training", shown="the GPU if there is one")
-    seed: int = _setting(0, "Of the data's order, of the tasks and of `tiny`.", "Training", ge=0, lt=2**31)
+    device: Literal["cpu", "cuda"] | None = _setting(None, "Where to train.", shown="the GPU if there is one")
+    seed: int = _setting(0, "Of the data's order, of the tasks and of `tiny`.", ge=0, lt=2**31)
 
-    preset: str = _setting("stallfree", f"Row of optimizer settings: {', '.join(PRESETS)}.", "Optimizer", metavar="NAME")
+    preset: str = _setting("stallfree", f"Row of optimizer settings: {', '.join(PRESETS)}.", metavar="NAME")
     set: dict[str, Any] = _setting(
         {},
         "Any field of ZenFlowConfig over the preset; may be repeated.",
-        "Optimizer",
         metavar="NAME=VALUE",
     )
 
-    examples: int = _setting(2000, "Problems to generate for a `builtin:` task.", "Data and evaluation", ge=2)
-    eval_size: int | None = _setting(
-        None, "Sequences held out from training.", "Data and evaluation", shown="a tenth of the data, at most 64", ge=1
-    )
+    examples: int = _setting(2000, "Problems to generate for a `builtin:` task.", ge=2)
+    eval_size: int | None = _setting(None, "Sequences held out from training.", shown="a tenth of the data, at most 64", ge=1)
     eval_every: int | None = _setting(
         None,
         "Steps between evaluations; 0: before and after only.",
-        "Data and evaluation",
         shown="a quarter of the steps",
         ge=0,
     )
-    score_size: int = _setting(
-        32, "Held-out problems of a `builtin:` task to answer before and after; 0: none.", "Data and evaluation", ge=0
-    )
+    score_size: int = _setting(32, "Held-out problems of a `builtin:` task to answer before and after; 0: none.", ge=0)
     sample_prompt: str | None = _setting(
         None,
         "Prompt of the sample answers before and after.",
-        "Data and evaluation",
-        shown="the first held-out one",
+        shown="the first three held-out ones",
         min_length=1,
     )
     log_every: int | None = _setting(
         None,
         "Steps between readings of rho, stall and the like: each makes a GPU wait. Loss and speed are logged at every step.",
-        "Data and evaluation",
         shown="10 on a GPU, else 1",
         ge=1,
     )
-    save_every: int = _setting(0, "Steps between checkpoints; 0: only when interrupted.", "Data and evaluation", ge=0)
+    save_every: int = _setting(0, "Steps between checkpoints; 0: only when interrupted.", ge=0)
 
     @property
     def clip(self) -> float | None:
@@ -102,6 +92,31 @@ class FinetuneSettings(BaseModel):
         if self.max_grad_norm is None:
             return None if PRESETS.get(self.preset, {}).get("update_in_backward") else 1.0
         return self.max_grad_norm or None
+
+    def eval_interval(self, steps: int) -> int:
+        """Steps between evaluations in a run of `steps`; 0: before and after only."""
+        return math.ceil(steps / 4) if self.eval_every is None else self.eval_every
+
+    def log_interval(self, device: str) -> int:
+        """Steps between readings of the optimizer's metrics."""
+        return self.log_every or (1 if device == "cpu" else 10)
+
+    def optimizer_config(self) -> ZenFlowConfig:
+        """`preset` with `set` over it.
+
+        Raises:
+            ValueError: for an unknown field or an impossible value.
+        """
+        own: dict[str, Any] = {"preset": self.preset, "seed": self.seed, "max_grad_norm": self.clip}
+        return ZenFlowConfig.from_dict(own | self.set)
+
+    @model_validator(mode="after")
+    def _check_optimizer(self) -> FinetuneSettings:
+        try:
+            self.optimizer_config()
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        return self
 
     @field_validator("model", "data")
     @classmethod
@@ -135,13 +150,15 @@ def load_settings(given: Mapping[str, Any], *, resume: bool = False) -> Finetune
     """
     given = dict(given)
     file = given.pop("config", None)
-    merged = _read_yaml(Path(file)) if file else {}
+    from_file = _read_yaml(Path(file)) if file else {}
+    if given.keys() & {"steps", "epochs"}:  # either says how long to train
+        from_file = {name: value for name, value in from_file.items() if name not in ("steps", "epochs")}
     if "set" in given:
-        given["set"] = merged.get("set", {}) | _assignments(given["set"])
-    merged |= given
+        given["set"] = from_file.get("set", {}) | _assignments(given["set"])
+    merged = from_file | given
     if resume:
         return _resumed(merged)
-    settings = _validate(merged)
+    settings = _validate(merged, file, from_file.keys() - given.keys())
     if settings.steps is not None and settings.epochs is not None:
         raise UsageError("--steps and --epochs both say how long to train: give one of them")
     return settings
@@ -158,7 +175,10 @@ def _resumed(given: dict[str, Any]) -> FinetuneSettings:
     path = directory / SETTINGS_FILE
     if not path.is_file():
         raise UsageError(f"there is no run to resume in {directory}: give its directory as --output, or leave --resume out")
-    saved = _validate(_read_yaml(path) | {"output": directory})
+    if given.get("dtype") == "auto":  # it was decided when the run began
+        del given["dtype"]
+    values = _read_yaml(path)
+    saved = _validate(values | {"output": directory}, path, values.keys())
     asked = _validate(saved.model_dump() | given | {"set": saved.set | given.get("set", {})})
     for name in FinetuneSettings.model_fields:
         if getattr(saved, name) != getattr(asked, name):
@@ -169,16 +189,23 @@ def _resumed(given: dict[str, Any]) -> FinetuneSettings:
     return saved
 
 
-def _validate(values: Mapping[str, Any]) -> FinetuneSettings:
+def _validate(
+    values: Mapping[str, Any], file: str | Path | None = None, from_file: AbstractSet[str] = frozenset()
+) -> FinetuneSettings:
+    """`from_file`: names whose values come from `file` alone, for the error."""
     try:
         return FinetuneSettings.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
+        reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+        if not first["loc"]:
+            place = f"{file}: preset, set" if from_file & {"preset", "set"} else "--preset, --set"
+            raise UsageError(f"optimizer settings ({place}): {reason}") from None
         name = str(first["loc"][0])
         if first["type"] == "missing":
             raise UsageError(f"{flag(name)} is missing: {FinetuneSettings.model_fields[name].description}") from None
-        reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        raise UsageError(f"{flag(name)} {values[name]}: {reason[0].lower()}{reason[1:]}") from None
+        place = f"{file}: {name}" if name in from_file else flag(name)
+        raise UsageError(f"{place} {values[name]}: {reason[0].lower()}{reason[1:]}") from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -195,10 +222,10 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         if name in ACTIONS:
             raise UsageError(f"{path}: {name} belongs on the command line, as {flag(name)}")
         if name not in FinetuneSettings.model_fields:
-            known = FinetuneSettings.model_fields
-            raise UsageError(
-                f"{path}: there is no setting {name!r}{did_you_mean(name, known, or_else='; see stallfree finetune --help')}"
-            )
+            hint = did_you_mean(name, FinetuneSettings.model_fields, or_else="; see stallfree finetune --help")
+            raise UsageError(f"{path}: there is no setting {name!r}{hint}")
+    for name, value in values.get("set", {}).items():
+        _check_assignment(f"{path}: {name}: {value} in set", str(name))
     return {name: value for name, value in values.items() if value is not None}
 
 
@@ -206,7 +233,19 @@ def _assignments(texts: list[str]) -> dict[str, str]:
     """`["topk_ratio=0.2"]` -> `{"topk_ratio": "0.2"}`."""
     if bad := [text for text in texts if "=" not in text]:
         raise UsageError(f"--set {bad[0]}: write NAME=VALUE, as in --set topk_ratio=0.2")
-    return dict(text.split("=", 1) for text in texts)
+    pairs = dict(text.split("=", 1) for text in texts)
+    for name, value in pairs.items():
+        _check_assignment(f"--set {name}={value}", name)
+    return pairs
+
+
+def _check_assignment(where: str, name: str) -> None:
+    """Refuse what is no field of ZenFlowConfig where a better name is known; ZenFlowConfig itself refuses the rest."""
+    own = {"preset", "seed", "max_grad_norm"} | (FinetuneSettings.model_fields.keys() - set(FIELDS))
+    if name in own:
+        raise UsageError(f"{where}: this one is a flag of its own, {flag(name)}")
+    if name not in FIELDS and (hint := did_you_mean(name, FIELDS)):
+        raise UsageError(f"{where}: ZenFlowConfig has no setting {name!r}{hint}")
 
 
 def _value(text: Any) -> Any:

@@ -46,7 +46,7 @@ class Training:
         self.step = 0  # steps done
         self.tokens = 0  # seen so far, without padding
         self._data, self._settings, self._pad_id = data, settings, pad_id
-        self._log_every = settings.log_every or (1 if model.device.type == "cpu" else 10)
+        self._log_every = settings.log_interval(model.device.type)
         self._order = Order(len(data.train), settings.seed)
         torch.manual_seed(settings.seed)  # dropout
 
