@@ -9,7 +9,7 @@ import torch
 from training import CALLS, LR, PRESETS, Mirror, full, mlp, regression, train
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
-from stallfree.engine.whole import whole
+from stallfree.engine.uninterrupted import uninterrupted
 
 
 @pytest.fixture(params=list(PRESETS))
@@ -267,7 +267,7 @@ def test_an_interrupt_waits_for_the_end_of_the_call(device, settings, name):
 def test_a_second_interrupt_does_not_wait():
     ended = []
 
-    @whole(threading.RLock())
+    @uninterrupted(threading.RLock())
     def call():
         for _ in range(2):
             signal.raise_signal(signal.SIGINT)

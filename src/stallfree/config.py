@@ -230,7 +230,9 @@ class ZenFlowConfig:
         return ZenFlowConfig.from_dict(given | overrides)
 
     def to_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        """The preset and what was given beside it; the rest follows from them."""
+        given: dict[str, Any] = self._given  # type: ignore[attr-defined]
+        return {"preset": self.preset} | given
 
     @classmethod
     def from_dict(cls, settings: Mapping[str, Any]) -> ZenFlowConfig:

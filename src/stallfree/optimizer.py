@@ -108,7 +108,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self.engine.whole():
+        with self.engine.uninterrupted():
             self.engine.step()
         return loss
 
@@ -134,7 +134,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Everything: both halves, selection, slots in flight, schedule. Tensors are shared with the optimizer, as in torch:
         save or copy them before the next step. Neither flushes nor changes training."""
-        with self.engine.whole():
+        with self.engine.uninterrupted():
             state.export(self.engine, self.state)
             exported = super().state_dict()
             state.populate(self.engine, self.state)
@@ -149,7 +149,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         """
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = hook(self, state_dict) or state_dict
-        with self.engine.whole():
+        with self.engine.uninterrupted():
             self._load(state_dict)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
@@ -186,7 +186,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     def flush(self) -> None:
         """Apply every gradient so far and publish plain weights: afterwards the model holds exactly what AdamW gives."""
-        with self.engine.whole():
+        with self.engine.uninterrupted():
             weights.flush(self.engine)
 
     def exact_weights(self) -> AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from stallfree.cli.flags import ACTIONS, flag, typer_command
 EXIT_USAGE = 2
 
 # Rich would cut long names off at 80 columns.
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 
 
 def _show_version(wanted: bool) -> None:
@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return app(arguments, standalone_mode=False) or 0
+        code = app(arguments or ["--help"], standalone_mode=False) or 0
+        return code if arguments else EXIT_USAGE
     except (UsageError, OSError) as error:
         if "--debug" in arguments:
             raise
@@ -87,7 +88,6 @@ def _sentence(error: UsageError | OSError) -> str:
 
 
 def _report(message: str) -> int:
-    if message:  # there is none where help was shown instead
-        console = Console(stderr=True, highlight=False, soft_wrap=True)
-        console.print(f"[bold red]error:[/] {escape(message)}")
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(f"[bold red]error:[/] {escape(message)}")
     return EXIT_USAGE

@@ -162,4 +162,8 @@ def host_cores(config: ZenFlowConfig, on_gpu: bool) -> tuple[int, list[int] | No
     share = max(1, len(cores) - 2 if on_gpu else len(cores) // 2)
     threads = share if config.host_threads == "auto" else config.host_threads
     pin = on_gpu if config.pin_host_threads == "auto" else config.pin_host_threads
+    if config.pin_host_threads is True and threads > len(cores):
+        raise ValueError(
+            f"{threads} host threads cannot be pinned to the {len(cores)} cores this process may use; use fewer threads"
+        )
     return threads, cores[-threads:] if pin and len(cores) >= threads else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -27,7 +28,7 @@ from stallfree.engine.residents import ResidentGroup, ResidentState, resident_gr
 from stallfree.engine.schedule import Clock, publishing_calls, slots_needed
 from stallfree.engine.staging import Staging, label
 from stallfree.engine.transfer import HostWork, link_to
-from stallfree.engine.whole import whole
+from stallfree.engine.uninterrupted import uninterrupted
 from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, Written, written
 from stallfree.kernels import block_kernel, host_kernel
 from stallfree.kernels.device import Hyper
@@ -85,6 +86,13 @@ class Engine:
         """
         self.check_joining(named)
         residents, split = classify(named, self.config, first_key=len(self.weights))
+        for resident in residents:
+            if not resident.contiguous and resident.param.dim() > 1 and resident.param.numel() >= self.config.min_numel:
+                warnings.warn(
+                    f"{resident.name or tuple(resident.shape)} is not contiguous and is updated whole on the device, "
+                    "for 12 bytes per element; call .contiguous() on it before building the optimizer",
+                    stacklevel=2,
+                )
         self.take(resident_groups(residents), build_blocks(split, self.config))
 
     def check_joining(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -134,9 +142,9 @@ class Engine:
     def delay(self, sleep: Callable[[str], None] | None) -> None:
         self.link.delay = self.worker.delay = sleep
 
-    def whole(self) -> AbstractContextManager[None]:
+    def uninterrupted(self) -> AbstractContextManager[None]:
         """Whatever reads or changes state between calls does so inside."""
-        return whole(self._lock)
+        return uninterrupted(self._lock)
 
     # One call
 

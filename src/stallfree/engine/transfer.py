@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -295,6 +296,10 @@ class DeviceLink(Link):
 
 
 def link_to(device: torch.device, config: ZenFlowConfig) -> Link:
+    if config.async_transfers and device.type != "cuda":
+        warnings.warn(
+            f"async_transfers is ignored: the parameters are on {device}, where there is nothing to copy", stacklevel=2
+        )
     return DeviceLink(device, Streams(device)) if device.type == "cuda" and config.async_transfers else Link(device)
 
 

@@ -69,7 +69,7 @@ def exact_weights(engine: Engine) -> Iterator[None]:
     """Show what `flush` would publish, commit nothing, and restore bit for bit."""
     saved: dict[nn.Parameter, Tensor] | None = None
     try:
-        with engine.whole(), torch.no_grad():
+        with engine.uninterrupted(), torch.no_grad():
             engine.check_usable()
             engine.refuse_early("exact_weights()")
             notice_writes(engine)
@@ -81,7 +81,7 @@ def exact_weights(engine: Engine) -> Iterator[None]:
         yield
     finally:
         if saved is not None:
-            with engine.whole(), torch.no_grad():
+            with engine.uninterrupted(), torch.no_grad():
                 touched = [engine.read_name(param) for param in _written_outside(engine)] if engine.paused else []
                 engine.paused = None
                 _restore(engine, saved)
@@ -113,7 +113,7 @@ def _written_outside(engine: Engine) -> list[nn.Parameter]:
 
 def notice_writes(engine: Engine) -> None:
     """Honour weights that were written from outside since the last call: they become the masters."""
-    with engine.whole():
+    with engine.uninterrupted():
         changed = _written_outside(engine)
         for param in changed:
             check_unmoved(engine, param)

@@ -1,7 +1,7 @@
 """The host update of one parameter's window: the interface that every host kernel implements, and its definition in torch.
 
 One job replays the gradients that a window collected, in order, each as one full AdamW step
-(DESIGN: rule "replay"), or takes one AdamW step on their mean (rule "mean", the ZenFlow paper).
+(rule "replay", docs/update-rule.md), or takes one AdamW step on their mean (rule "mean", the ZenFlow paper).
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def write_report(
         "## Settings",
         "With the defaults that applied:",
         f"```yaml\n{yaml.safe_dump(_settings(settings, training, data), sort_keys=False)}```",
-        f"The optimizer's configuration, of which came about: {_derived(training)}.",
-        f"```yaml\n{training.optimizer.config.to_yaml()}```",
+        f"The optimizer's configuration. What its `auto` came to: {_derived(training)}.",
+        f"```yaml\n{settings.optimizer_config().to_yaml()}```",
     ]
     path = directory / REPORT_FILE
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")

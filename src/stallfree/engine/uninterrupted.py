@@ -10,7 +10,7 @@ from types import FrameType
 
 
 @contextmanager
-def whole(lock: threading.RLock) -> Iterator[None]:
+def uninterrupted(lock: threading.RLock) -> Iterator[None]:
     """One thread at a time. In the main thread, the first SIGINT waits for the end of the call; a second one does not."""
     with lock:
         handler = signal.getsignal(signal.SIGINT)
