@@ -305,6 +305,9 @@ def test_unknown_flag_is_one_sentence_too(finetune, sums):
     code, _, err = finetune(data=sums, learning_rate=1)
     assert code == 2
     assert err == "error: there is no flag --learning-rate; did you mean --lr?\n"
+    for given, meant in (("top_k", "topk_ratio"), ("update_interval", "update_interval")):
+        code, _, err = finetune(data=sums, **{given: 1})
+        assert (code, err) == (2, f"error: there is no flag {flag(given)}; did you mean --set {meant}=...?\n")
     code, _, err = finetune(data=sums, micro_btch=1)
     assert (code, err) == (2, "error: there is no flag --micro-btch; did you mean --micro-batch?\n")
 

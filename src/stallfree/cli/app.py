@@ -16,9 +16,10 @@ from rich.console import Console
 from rich.markup import escape
 
 from stallfree import __version__
-from stallfree.cli.errors import UsageError, did_you_mean
+from stallfree.cli.errors import OTHER_NAMES, UsageError, did_you_mean
 from stallfree.cli.finetune.settings import FinetuneSettings, load_settings
 from stallfree.cli.flags import ACTIONS, flag, typer_command
+from stallfree.config import FIELDS
 
 EXIT_USAGE = 2
 
@@ -77,6 +78,10 @@ def _unknown_flag(error: Any) -> str:
     given = getattr(error, "option_name", None)
     if given is None or not hasattr(error, "possibilities"):
         return ""
+    field = given.lstrip("-").replace("-", "_")
+    meant = OTHER_NAMES.get(field, field)
+    if meant in FIELDS and meant not in FinetuneSettings.model_fields:
+        return f"there is no flag {given}; did you mean --set {meant}=...?"
     known = [flag(name) for name in (*FinetuneSettings.model_fields, *ACTIONS)]
     return f"there is no flag {given}{did_you_mean(given, known, or_else='; see stallfree finetune --help')}"
 

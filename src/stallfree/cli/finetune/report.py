@@ -16,6 +16,7 @@ from stallfree.cli.finetune.metrics import read_metrics
 from stallfree.cli.finetune.optimizer import warmup_steps
 from stallfree.cli.finetune.settings import FinetuneSettings
 from stallfree.cli.finetune.train import Training
+from stallfree.config import FIELDS
 
 REPORT_FILE, CURVE_FILE = "report.md", "loss.svg"
 WIDTH, HEIGHT, MARGIN = 640, 320, 48
@@ -47,7 +48,7 @@ def write_report(
         "With the defaults that applied:",
         f"```yaml\n{yaml.safe_dump(_settings(settings, training, data), sort_keys=False)}```",
         f"The optimizer's configuration. What its `auto` came to: {_derived(training)}.",
-        f"```yaml\n{settings.optimizer_config().to_yaml()}```",
+        f"```yaml\n{yaml.safe_dump(_optimizer_fields(settings), sort_keys=False)}```",
     ]
     path = directory / REPORT_FILE
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -157,6 +158,12 @@ def _settings(settings: FinetuneSettings, training: Training, data: Data) -> dic
         "log_every": settings.log_interval(training.model.device.type),
     }
     return {name: value for name, value in (settings.model_dump(mode="json") | decided).items() if value is not None}
+
+
+def _optimizer_fields(settings: FinetuneSettings) -> dict[str, Any]:
+    """Also those that the preset filled."""
+    config = settings.optimizer_config()
+    return {name: getattr(config, name) for name in FIELDS}
 
 
 def _derived(training: Training) -> str:
