@@ -101,7 +101,7 @@ def test_a_run_learns_and_leaves_a_model_with_the_reported_loss(finetune, sums, 
 
 def assert_report_is_complete(report):
     """Hardware, versions, memory, and every setting with the value that applied."""
-    assert f"stallfree {stallfree.__version__}, torch {torch.__version__}, transformers {transformers.__version__}" in report
+    assert f"stallfree {stallfree.__version__}, transformers {transformers.__version__}, torch {torch.__version__}" in report
     host, device = map(float, re.search(r"(\S+) bytes per parameter on the host \(.*?\), (\S+) on the device", report).groups())
     assert 10 < host < 40
     assert 0 < device < 40

@@ -34,8 +34,8 @@ def hardware(device: str) -> str:
 
 def versions() -> str:
     """Of what a result depends on."""
-    libraries = [f"{name} {metadata.version(name)}" for name in ("stallfree", "torch", "transformers")]
-    return ", ".join([*libraries, f"Python {platform.python_version()}"])
+    libraries = [f"{name} {metadata.version(name)}" for name in ("stallfree", "transformers")]
+    return ", ".join([*libraries, f"torch {torch.__version__}", f"Python {platform.python_version()}"])  # with its build
 
 
 def _cpu_flags() -> set[str]:
