@@ -1,7 +1,9 @@
-"""The asynchronous path: nothing overtakes what it waits for, nothing waits for ever, and no result changes."""
+"""Copies between the halves, waited for or not: nothing overtakes, nothing waits for ever, and no result changes."""
 
+import math
 import random
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,8 +13,10 @@ from hypothesis import strategies as st
 from streams import use
 
 from stallfree import ZenFlowConfig
+from stallfree.engine import pipeline
 from stallfree.engine.host import HostError
 from stallfree.engine.ring import Ring
+from stallfree.engine.transfer import Link
 
 SETTINGS = dict(
     topk_ratio=0.25, update_interval=3, lag=1, full_warm_up_rounds=2, select_interval=4, min_numel=0, block_numel=60
@@ -34,6 +38,33 @@ def test_the_asynchronous_path_gives_the_same_bits(monkeypatch, history, rule):
     expected = run(history, rule=rule)
     with monkeypatch.context() as patch:
         use(patch)
+        assert_identical(run(history, rule=rule), expected)
+
+
+class Copying(Link):
+    """The link of a GPU with copies that wait, on the CPU: what travels is never the memory it came from, and is spoilt after use."""
+
+    @contextmanager
+    def staging(self, target):
+        yield torch.full_like(target, math.nan)
+
+    @contextmanager
+    def up(self, source, work=None, ahead=None):
+        with super().up(source, work, ahead) as (rows, event):
+            copy = rows.clone()
+            yield copy, event
+            copy.fill_(math.nan if copy.is_floating_point() else -1)
+
+    def send(self, source):
+        return super().send(source).clone()
+
+
+@given(history=histories(dtypes=("fp32", "fp32", "bf16", "fp16")), rule=st.sampled_from(["replay", "mean"]))
+@QUARTER
+def test_copies_that_wait_give_the_same_bits(monkeypatch, history, rule):
+    expected = run(history, rule=rule)
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "link_to", lambda device, config: Copying(device))
         assert_identical(run(history, rule=rule), expected)
 
 
