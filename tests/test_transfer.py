@@ -42,7 +42,7 @@ def test_the_asynchronous_path_gives_the_same_bits(monkeypatch, history, rule):
 
 
 class Copying(Link):
-    """The link of a GPU with copies that wait, on the CPU: what travels is never the memory it came from, and is spoilt after use."""
+    """A GPU's link with copies that wait, on the CPU: what travels is not the memory it came from, and is spoilt after use."""
 
     @contextmanager
     def staging(self, target):
