@@ -170,7 +170,7 @@ def main() -> None:
             "torch": torch.__version__,
             "python": platform.python_version(),
             "date": date.today().isoformat(),
-            "arguments": {name: str(value) for name, value in vars(args).items()},
+            "arguments": {name: str(value) for name, value in vars(args).items() if name != "output"},
         }
         args.output.write_text(json.dumps({"environment": environment, "rows": rows}, indent=2), encoding="utf-8")
 

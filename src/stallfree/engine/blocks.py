@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stallfree.config import ZenFlowConfig
 from stallfree.kernels.block import Segment
 
+STATE = ("master", "exp_avg", "exp_avg_sq")  # AdamW's, of an element
 TABLE_NAMES = re.compile(r"embed|wte|wpe|word_embeddings|lookup|lm_head", re.IGNORECASE)
 TABLE_ROWS, TABLE_RATIO = 8192, 8  # an unnamed parameter with that many rows, that many times its columns, is a table too
 
@@ -76,6 +77,11 @@ class Block:
     @property
     def params(self) -> list[nn.Parameter]:
         return [weight.param for weight in self.weights]
+
+
+def describe(name: str, param: Tensor) -> str:
+    """A parameter in a message: its name, or what can be said of one without."""
+    return name or f"a parameter of shape {tuple(param.shape)}"
 
 
 def kind_of(name: str, param: Tensor) -> str:
@@ -174,7 +180,7 @@ def check_distinct(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     seen: set[int] = set()
     for name, param in named:
         if id(param) in seen:
-            raise ValueError(f"{_label(name, param)} is given twice; list each parameter once (tied weights are one parameter)")
+            raise ValueError(f"{describe(name, param)} is given twice; list each once (tied weights are one parameter)")
         seen.add(id(param))
 
 
@@ -182,7 +188,7 @@ def check_trainable(named: Sequence[tuple[str, nn.Parameter]], device: torch.dev
     """Refuse what the optimizer cannot train, before anything is allocated. device: where the others are, if there are any."""
     devices: dict[torch.device, str] = {} if device is None else {device: "the others"}
     for name, param in named:
-        label = _label(name, param)
+        label = describe(name, param)
         if param.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             raise TypeError(
                 f"{label} has dtype {param.dtype}; train in float32, bfloat16 or float16 (model.to(torch.bfloat16))"
@@ -197,7 +203,3 @@ def check_trainable(named: Sequence[tuple[str, nn.Parameter]], device: torch.dev
     if len(devices) > 1:
         places = ", ".join(f"{label} on {device}" for device, label in devices.items())
         raise ValueError(f"all parameters of one optimizer must be on one device, but {places}; use one optimizer per device")
-
-
-def _label(name: str, param: Tensor) -> str:
-    return name or f"parameter of shape {tuple(param.shape)}"

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
-from stallfree.engine.blocks import Block, Resident, Weight, classify
+from stallfree.engine.blocks import STATE, Block, Resident, Weight, classify, describe
 from stallfree.engine.pipeline import Engine
 
 VERSION = 2
@@ -32,7 +32,7 @@ FIXED = (
 # What the state of a parameter says. Before the first call it says no more than HEADER, of a weight also WEIGHT.
 HEADER = ("version", "config", "clock", "block", "place")
 WEIGHT = ("channel_dim", "phase")
-ADAMW = ("master", "exp_avg", "exp_avg_sq", "step")
+ADAMW = (*STATE, "step")
 IN_FLIGHT = ("published", "score", "selected", "schedule", "passes", "slots", "windows")
 SCHEDULE = ("interval", "collected", "last_selection")
 SLOT, GRADIENT = ("call", "hyper"), ("skipped", "factor", "grad")
@@ -129,7 +129,7 @@ def _match(
 
 
 def _label(item: Resident | Weight) -> str:
-    return item.name or f"a parameter of shape {tuple(item.shape)}"
+    return describe(item.name, item.param)
 
 
 def _require(item: Resident | Weight, part: Any, keys: Sequence[str], where: str = "") -> None:

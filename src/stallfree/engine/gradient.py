@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from stallfree.engine.blocks import Weight
+from stallfree.engine.blocks import Weight, describe
 
 aten = torch.ops.aten
 
@@ -104,7 +104,7 @@ class StagedGradient(torch.Tensor):
 
 
 def _way_out(staged: Staged, what: str) -> str:
-    name = staged.weight.name or f"a parameter of shape {tuple(staged.weight.param.shape)}"
+    name = describe(staged.weight.name, staged.weight.param)
     distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
     return (
         f"{what} is not possible on the gradient of {name}: it is staged, with its deferred part in host memory. Norms, "

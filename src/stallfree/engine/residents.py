@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stallfree.engine.blocks import Resident
+from stallfree.engine.blocks import STATE, Resident
 from stallfree.engine.device import adopt_weights
 from stallfree.kernels.block import BlockKernel, BlockLayout, Segment, targets
 from stallfree.kernels.device import Hyper
 
 GROUP_NUMEL = 1 << 20  # elements that share buffers; larger parameters stand alone and need no copy of their gradients
-STATE = ("master", "exp_avg", "exp_avg_sq")
 
 
 class ResidentState:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stallfree.engine import weights
+from stallfree.engine.blocks import describe
 from stallfree.engine.gradient import Staged, StagedGradient
 from stallfree.engine.host import Task
 from stallfree.engine.window import BlockState, Early, WeightState
@@ -88,7 +89,7 @@ class Staging:
                 check_gradient(weight.param, grad, partial(getattr, weight, "name"))
                 if grad.requires_grad:
                     raise RuntimeError(
-                        f"the gradient of {_label(weight.param, weight.name)} was made by backward(create_graph=True), and "
+                        f"the gradient of {describe(weight.name, weight.param)} was made by backward(create_graph=True), and "
                         "staging would lose its graph: for a penalty on gradients use torch.autograd.grad(loss, params, "
                         "create_graph=True), and call backward() on the sum"
                     )
@@ -140,7 +141,7 @@ class Staging:
                 state = engine.weights.get(param)
                 if state is None or grad.staged.weight is not state.weight:
                     raise RuntimeError(
-                        f"what stands in .grad of {_label(param, engine.read_name(param))} is the staged gradient of another "
+                        f"what stands in .grad of {describe(engine.read_name(param), param)} is the staged gradient of another "
                         "parameter or optimizer: call zero_grad(), then backward; train a parameter with one optimizer, and "
                         "keep a gradient as optimizer.full_gradient(param)"
                     )
@@ -179,7 +180,7 @@ class Staging:
         state = self.engine.weights[staged.weight.param]
         if state.weight is staged.weight and (state.staged is staged or staged.zero) and not self.engine.closed:
             return
-        name = _label(staged.weight.param, staged.weight.name)
+        name = describe(staged.weight.name, staged.weight.param)
         what = "applied by step() already" if staged.consumed else "discarded by zero_grad(), load_state_dict() or close()"
         raise RuntimeError(
             f"the gradient of {name} was {what}: call zero_grad(), then backward; to keep a gradient, keep "
@@ -262,20 +263,16 @@ def _is_early(state: WeightState) -> bool:
 
 def label(block: BlockState) -> str:
     """The block's parameters by name."""
-    return ", ".join(state.weight.name or f"a parameter of shape {tuple(state.weight.shape)}" for state in block.weights)
+    return ", ".join(describe(state.weight.name, state.weight.param) for state in block.weights)
 
 
 def check_gradient(param: Tensor, grad: Tensor, name: Callable[[], str]) -> None:
     """Refuse a gradient that cannot be staged."""
     if grad.layout != torch.strided:
         raise TypeError(
-            f"the gradient of {_label(param, name())} is {grad.layout}; only dense ones work (nn.Embedding(sparse=False))"
+            f"the gradient of {describe(name(), param)} is {grad.layout}; only dense ones work (nn.Embedding(sparse=False))"
         )
     if grad.shape != param.shape:
         raise RuntimeError(
-            f"{_label(param, name())} was resized after the optimizer was built; build the optimizer after resizing the model"
+            f"{describe(name(), param)} was resized after the optimizer was built; build the optimizer after resizing the model"
         )
-
-
-def _label(param: Tensor, name: str) -> str:
-    return name or f"a parameter of shape {tuple(param.shape)}"

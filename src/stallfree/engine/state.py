@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from stallfree.engine.blocks import STATE
 from stallfree.engine.checkpoint import FIXED, VERSION, Checkpoint, Entry
 from stallfree.engine.device import Division
 from stallfree.engine.pipeline import Engine
@@ -25,10 +26,10 @@ from stallfree.kernels.device import Hyper
 def populate(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     """Views of the live state, there from construction on."""
     for param, state in engine.weights.items():
-        into[param] = {name: state.weight.shaped(getattr(state.host, name)) for name in ("master", "exp_avg", "exp_avg_sq")}
+        into[param] = {name: state.weight.shaped(getattr(state.host, name)) for name in STATE}
         into[param]["step"] = state.host.steps
     for param, resident in engine.residents.items():
-        into[param] = {name: getattr(resident, name) for name in ("master", "exp_avg", "exp_avg_sq")}
+        into[param] = {name: getattr(resident, name) for name in STATE}
         into[param]["step"] = resident.steps[:1]
 
 
@@ -151,7 +152,7 @@ def _load_resident(resident: ResidentState, saved: Entry) -> None:
     if "master" not in saved:
         resident.reset()
         return
-    for name in ("master", "exp_avg", "exp_avg_sq"):
+    for name in STATE:
         getattr(resident, name).copy_(saved[name])
     resident.steps.copy_(saved["step"])
     resident.show()
@@ -194,7 +195,7 @@ def _division(block: BlockState, selected: list[Tensor]) -> Division:
 
 def _load_weight(engine: Engine, state: WeightState, saved: Entry) -> None:
     half, host, place = state.block.half, state.host, state.place
-    for name in ("master", "exp_avg", "exp_avg_sq"):
+    for name in STATE:
         getattr(host, name).copy_(state.weight.rows_of(saved[name]))
     host.steps.copy_(saved["step"])
     half.nobody.channels_of(half.score, place).copy_(saved["score"])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from stallfree.engine.blocks import describe
 from stallfree.engine.window import BlockState, WeightState, written
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def notice_writes(engine: Engine) -> None:
 def check_unmoved(engine: Engine, param: nn.Parameter) -> None:
     """Refuse a parameter that has changed its device, dtype or shape since the optimizer was built."""
     managed = engine.weights[param].weight if param in engine.weights else engine.residents[param].resident
-    label = managed.name or f"a parameter of shape {tuple(managed.shape)}"
+    label = describe(managed.name, param)
     for what, now, then in (
         ("device", param.device, engine.device),
         ("dtype", param.dtype, managed.dtype),
@@ -167,7 +168,7 @@ def refuse_steady_writes(engine: Engine) -> None:
         if len(state.writes) == HABIT - 1:
             state.writes = []
             raise RuntimeError(
-                f"{state.weight.name or f'a parameter of shape {tuple(state.weight.shape)}'} was written from outside in "
+                f"{describe(state.weight.name, state.weight.param)} was written from outside in "
                 f"{HABIT - 1} of the last {HABIT} calls (clamping, nn.Embedding(max_norm=...), SAM?): each write takes the "
                 "place of updates that are on their way, so its deferred channels would hardly train; use "
                 'preset="zero-offload", or update_interval=1 and lag=0, which honour a write at every call'

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
-from stallfree.engine.blocks import Block, Weight
+from stallfree.engine.blocks import STATE, Block, Weight
 from stallfree.engine.device import Division, SelectedState
 from stallfree.engine.exchange import Exchange
 from stallfree.engine.gradient import Staged
@@ -19,8 +19,6 @@ from stallfree.engine.schedule import BlockSchedule
 from stallfree.engine.transfer import HostWork, Link, Ready, Slots
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import SlotGradient
-
-STATE = ("master", "exp_avg", "exp_avg_sq")
 
 
 class WeightState:

@@ -28,314 +28,14 @@ from torch import Tensor
 
 from stallfree.kernels.block import DTYPES, BlockLayout, Targets, check_adamw, check_publish, check_split
 from stallfree.kernels.device import Hyper
-
-# Kernels. Addresses are int64 and never specialized on, so that no value of an argument causes a compilation in mid-training.
-# UNIT: the tables count lengths (and columns) in units of 8 elements, if all are multiples of 8: the compiler then knows that
-# rows begin at multiples of 16 bytes, and moves 16 bytes at a time where ALIGNED says that the tensors do, too.
-
-INTERPRETED = triton.knobs.runtime.interpret  # triton reads it where kernels are defined
-kernel = triton.jit(
-    do_not_specialize=(
-        *("tiles", "targets", "channel_of", "partial", "squares", "selected", "deferred", "values", "addresses", "present"),
-        *("master", "exp_avg", "exp_avg_sq", "grad", "steps", "places", "coefficients", "factors", "skip"),
-        *("lr", "beta1", "beta2", "eps", "weight_decay"),
-    )
+from stallfree.kernels.triton_functions import (
+    INTERPRETED,
+    adamw_kernel,
+    count_kernel,
+    publish_kernel,
+    split_kernel,
+    sum_chunks_kernel,
 )
-
-
-@triton.jit
-def _pointer(address, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BYTES: tl.constexpr = 16):
-    """An address as a typed pointer; if ALIGNED, to a multiple of BYTES, which each thread then moves at a time."""
-    pointer = address.to(tl.int64).to(tl.pointer_type(DTYPE))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, BYTES)
-    return pointer
-
-
-@triton.jit
-def _choose(addresses, segment):
-    """addresses[segment], for a tuple in kernel arguments, which have no index."""
-    address = addresses[0].to(tl.int64)
-    for i in tl.static_range(1, len(addresses)):
-        address = tl.where(segment == i, addresses[i].to(tl.int64), address)
-    return address
-
-
-@triton.jit
-def _round(x, DTYPE: tl.constexpr):
-    """fp32 to DTYPE, to nearest, ties to even. bf16 by hand: the interpreter's conversion truncates."""
-    if DTYPE == tl.bfloat16:  # noqa: SIM300
-        bits = x.to(tl.int32, bitcast=True)
-        bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
-        rounded = bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-    else:
-        rounded = x.to(DTYPE)
-    return rounded
-
-
-@kernel
-def _split(
-    tiles: tl.int64,  # [programs, 9]
-    targets: tl.int64,
-    partial: tl.int64,
-    squares: tl.int64,
-    selected: tl.int64,
-    deferred: tl.int64,
-    present: tl.int64,
-    addresses,  # the weights' or gradients'
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    UNIT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
-    """CHANNELS channels, CHUNK elements of each: copy them to their rows, and sum their squares."""
-    row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 9  # all of it is loaded at once, before the first use
-    segment = tl.load(row)
-    channel = tl.load(row + 1).to(tl.int32) * CHANNELS + tl.arange(0, CHANNELS)
-    chunk = tl.load(row + 2).to(tl.int32)
-    channels = tl.load(row + 3).to(tl.int32)
-    length = tl.load(row + 4).to(tl.int32) * UNIT
-    first_channel = tl.load(row + 5)
-    to_selected = _pointer(selected, DTYPE, ALIGNED) + tl.load(row + 6) * UNIT
-    to_deferred = _pointer(deferred, DTYPE, ALIGNED) + tl.load(row + 7) * UNIT
-    first_partial = tl.load(row + 8)  # -1: the channels have one chunk only
-    if ((present >> segment) & 1) == 0:
-        return
-    if COLUMNS:
-        channels = channels * UNIT
-    inside = channel < channels
-    target = tl.load(_pointer(targets, tl.int32, False) + first_channel + channel, mask=inside, other=0)
-    place = tl.where(target < 0, -1 - target, target).to(tl.int64)
-    to = tl.where(target < 0, to_deferred + place * length, to_selected + place * length)
-    grad = _pointer(_choose(addresses, segment), DTYPE, ALIGNED)
-    if COLUMNS:  # tiles [LENGTH, CHANNELS], turned on their way out
-        total = tl.zeros([LENGTH, CHANNELS], tl.float32)
-    else:  # tiles [CHANNELS, LENGTH]
-        total = tl.zeros([CHANNELS, LENGTH], tl.float32)
-    for done in range(0, CHUNK, LENGTH):
-        start = chunk * CHUNK + done
-        if start < length:
-            position = start + tl.arange(0, LENGTH)
-            if COLUMNS:
-                mask = (position < length)[:, None] & inside[None, :]
-                x = tl.load((grad + position.to(tl.int64) * channels)[:, None] + channel[None, :], mask=mask, other=0.0)
-                tl.store(to[None, :] + position[:, None], x, mask=mask)
-            else:
-                mask = inside[:, None] & (position < length)[None, :]
-                x = tl.load((grad + channel.to(tl.int64) * length)[:, None] + position[None, :], mask=mask, other=0.0)
-                tl.store(to[:, None] + position[None, :], x, mask=mask)
-            wide = x.to(tl.float32)
-            total += wide * wide
-    sums = tl.sum(total, axis=0 if COLUMNS else 1)
-    parts = _pointer(partial, tl.float32, False) + first_partial + chunk.to(tl.int64) * channels
-    out = tl.where(first_partial < 0, _pointer(squares, tl.float32, False) + first_channel, parts)
-    tl.store(out + channel, sums, mask=inside)
-
-
-@kernel
-def _sum_chunks(
-    tiles: tl.int64,  # [programs, 7]
-    partial: tl.int64,
-    squares: tl.int64,
-    present: tl.int64,
-    CHANNELS: tl.constexpr,
-    CHUNKS: tl.constexpr,
-) -> None:
-    """Squared norms of CHANNELS channels from the sums of their chunks."""
-    row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 7
-    segment = tl.load(row)
-    channel = tl.load(row + 1) * CHANNELS + tl.arange(0, CHANNELS)
-    channels = tl.load(row + 3)
-    chunks = tl.load(row + 4)
-    out = _pointer(squares, tl.float32, False) + tl.load(row + 5) + channel
-    parts = _pointer(partial, tl.float32, False) + tl.load(row + 6) + channel
-    if ((present >> segment) & 1) == 0:
-        return
-    inside = channel < channels
-    total = tl.zeros([CHUNKS, CHANNELS], tl.float32)
-    start = 0
-    while start < chunks:  # no range(): the interpreter cannot make its bound from a loaded value
-        chunk = start + tl.arange(0, CHUNKS)
-        mask = (chunk < chunks)[:, None] & inside[None, :]
-        total += tl.load((chunk * channels)[:, None] + parts[None, :], mask=mask, other=0.0)
-        start += CHUNKS
-    tl.store(out, tl.sum(total, axis=0), mask=inside)
-
-
-@triton.jit
-def _power(base, exponent):
-    """base ** exponent for an fp64 scalar and non-negative int32: by squaring, since its error must not grow with exponent."""
-    power = tl.zeros_like(exponent).to(tl.float64) + 1.0
-    for bit in tl.static_range(31):
-        power = tl.where(((exponent >> bit) & 1) == 1, power * base, power)
-        base = base * base
-    return power
-
-
-@kernel
-def _count(
-    tiles: tl.int64,  # [programs, 6]
-    steps: tl.int64,
-    coefficients: tl.int64,  # [9, places] fp32
-    factors: tl.int64,
-    skip: tl.int64,
-    present: tl.int64,
-    places: tl.int64,
-    lr: tl.int64,  # from here on: the bits of a double
-    beta1: tl.int64,
-    beta2: tl.int64,
-    eps: tl.int64,
-    weight_decay: tl.int64,
-    PLACES: tl.constexpr,
-) -> None:
-    """Advance the step counts of places, and work out what `_adamw` multiplies with at this count."""
-    row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 6
-    segment = tl.load(row)
-    skipped = tl.load(_pointer(skip, tl.int8, False)) != 0
-    if skipped | (((present >> segment) & 1) == 0):
-        return
-    place = tl.load(row + 1) * PLACES + tl.arange(0, PLACES)
-    inside = place < tl.load(row + 4)
-    place += tl.load(row + 3)
-    count = _pointer(steps, tl.int32, False) + place
-    n = tl.load(count, mask=inside, other=0) + 1
-    tl.store(count, n, mask=inside)
-    lr_ = lr.to(tl.int64).to(tl.float64, bitcast=True)
-    beta1_ = beta1.to(tl.int64).to(tl.float64, bitcast=True)
-    beta2_ = beta2.to(tl.int64).to(tl.float64, bitcast=True)
-    eps_ = eps.to(tl.int64).to(tl.float64, bitcast=True)
-    decay = 1.0 - lr_ * weight_decay.to(tl.int64).to(tl.float64, bitcast=True)
-    shared = _pointer(coefficients, tl.float32, False) + tl.load(row + 3)  # programs of one weight write the same values here
-    tl.store(shared, tl.load(_pointer(factors, tl.float32, False) + tl.load(row + 5)))
-    tl.store(shared + places, decay.to(tl.float32))
-    tl.store(shared + places * 2, beta1_.to(tl.float32))
-    tl.store(shared + places * 3, (1.0 - beta1_).to(tl.float32))
-    tl.store(shared + places * 4, beta2_.to(tl.float32))
-    tl.store(shared + places * 5, (1.0 - beta2_).to(tl.float32))
-    tl.store(shared + places * 6, eps_.to(tl.float32))
-    out = _pointer(coefficients, tl.float32, False) + place
-    tl.store(out + places * 7, (lr_ / (1.0 - _power(beta1_, n))).to(tl.float32), mask=inside)
-    tl.store(out + places * 8, tl.sqrt(1.0 - _power(beta2_, n)).to(tl.float32), mask=inside)
-
-
-@kernel
-def _adamw(
-    tiles: tl.int64,  # [programs, 8]
-    channel_of: tl.int64,
-    coefficients: tl.int64,
-    master: tl.int64,
-    exp_avg: tl.int64,
-    exp_avg_sq: tl.int64,
-    grad: tl.int64,
-    skip: tl.int64,
-    places: tl.int64,
-    present: tl.int64,
-    addresses,  # the weights' or gradients'
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    UNIT: tl.constexpr,
-    PLACES: tl.constexpr,
-    LENGTH: tl.constexpr,
-) -> None:
-    """One AdamW step of LENGTH elements of PLACES selected channels, and what the weight shows of it."""
-    row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 8
-    segment = tl.load(row)
-    place = tl.load(row + 1) * PLACES + tl.arange(0, PLACES)
-    position = tl.load(row + 2).to(tl.int32) * LENGTH + tl.arange(0, LENGTH)
-    length = tl.load(row + 3).to(tl.int32) * UNIT
-    channels = tl.load(row + 4)
-    inside = place < tl.load(row + 5)
-    first_place = tl.load(row + 6)
-    start = tl.load(row + 7) * UNIT + place * length  # [PLACES]
-    skipped = tl.load(_pointer(skip, tl.int8, False)) != 0
-    if skipped | (((present >> segment) & 1) == 0):
-        return
-    mask = inside[:, None] & (position < length)[None, :]
-    channel = tl.load(_pointer(channel_of, tl.int32, False) + first_place + place, mask=inside, other=0).to(tl.int64)
-    # Settings are a weight's, so any of its places has them; the last two depend on the place's step count.
-    shared = _pointer(coefficients, tl.float32, False) + first_place
-    own = shared + place
-    factor = tl.load(shared)
-    decay = tl.load(shared + places)
-    beta1 = tl.load(shared + places * 2)
-    rest1 = tl.load(shared + places * 3)
-    beta2 = tl.load(shared + places * 4)
-    rest2 = tl.load(shared + places * 5)
-    eps = tl.load(shared + places * 6)
-    step_size = tl.load(own + places * 7, mask=inside, other=1.0)[:, None]
-    root = tl.load(own + places * 8, mask=inside, other=1.0)[:, None]
-
-    to_master = (_pointer(master, tl.float32, ALIGNED) + start)[:, None] + position[None, :]
-    to_avg = (_pointer(exp_avg, tl.float32, ALIGNED) + start)[:, None] + position[None, :]
-    to_avg_sq = (_pointer(exp_avg_sq, tl.float32, ALIGNED) + start)[:, None] + position[None, :]
-    G_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 2  # 4 elements per thread, as of the state: nothing is rearranged
-    g = tl.load((_pointer(grad, DTYPE, ALIGNED, G_BYTES) + start)[:, None] + position[None, :], mask=mask, other=0.0)
-    g = g.to(tl.float32) * factor
-    m = beta1 * tl.load(to_avg, mask=mask, other=0.0) + rest1 * g
-    v = beta2 * tl.load(to_avg_sq, mask=mask, other=0.0) + rest2 * g * g
-    direction = tl.math.div_rn(m, tl.math.div_rn(tl.math.sqrt_rn(v), root) + eps)
-    w = decay * tl.load(to_master, mask=mask, other=0.0) - step_size * direction
-    tl.store(to_avg, m, mask=mask)
-    tl.store(to_avg_sq, v, mask=mask)
-    tl.store(to_master, w, mask=mask)
-
-    shown = _round(w, DTYPE)
-    weight = _pointer(_choose(addresses, segment), DTYPE, ALIGNED, G_BYTES)
-    if COLUMNS:  # neighbouring threads take neighbouring places, whose channels often share a sector of a weight's row
-        tl.store((weight + channel)[:, None] + (position.to(tl.int64) * channels)[None, :], shown, mask=mask)
-    else:
-        tl.store((weight + channel.to(tl.int64) * length)[:, None] + position[None, :], shown, mask=mask)
-
-
-@kernel
-def _publish(
-    tiles: tl.int64,  # those of `_split`
-    targets: tl.int64,
-    values: tl.int64,
-    present: tl.int64,
-    addresses,  # the weights' or gradients'
-    DTYPE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    UNIT: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    LENGTH: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
-    """Copy CHUNK elements of the deferred ones among CHANNELS channels into their weight."""
-    row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 9
-    segment = tl.load(row)
-    channel = tl.load(row + 1).to(tl.int32) * CHANNELS + tl.arange(0, CHANNELS)
-    chunk = tl.load(row + 2).to(tl.int32)
-    channels = tl.load(row + 3).to(tl.int32)
-    length = tl.load(row + 4).to(tl.int32) * UNIT
-    to_target = _pointer(targets, tl.int32, False) + tl.load(row + 5) + channel
-    source = _pointer(values, DTYPE, ALIGNED) + tl.load(row + 7) * UNIT
-    if ((present >> segment) & 1) == 0:
-        return
-    if COLUMNS:
-        channels = channels * UNIT
-    target = tl.load(to_target, mask=channel < channels, other=0)
-    is_deferred = target < 0
-    source = source + (-1 - target).to(tl.int64) * length  # [CHANNELS]
-    # Between selected columns single elements are written: with a pointer of unknown alignment a warp writes neighbours.
-    weight = _pointer(_choose(addresses, segment), DTYPE, ALIGNED and not COLUMNS)
-    for done in range(0, CHUNK, LENGTH):
-        start = chunk * CHUNK + done
-        if start < length:
-            position = start + tl.arange(0, LENGTH)
-            if COLUMNS:
-                mask = (position < length)[:, None] & is_deferred[None, :]
-                x = tl.load(source[None, :] + position[:, None], mask=mask, other=0.0)
-                tl.store((weight + position.to(tl.int64) * channels)[:, None] + channel[None, :], x, mask=mask)
-            else:
-                mask = is_deferred[:, None] & (position < length)[None, :]
-                x = tl.load(source[:, None] + position[None, :], mask=mask, other=0.0)
-                tl.store((weight + channel.to(tl.int64) * length)[:, None] + position[None, :], x, mask=mask)
 
 
 class Tile(NamedTuple):
@@ -588,16 +288,16 @@ class TritonBlock:
     def _launch_split(self, group: _Group, call: _Call, rows: int, squares: int, selected: int, deferred: int) -> None:
         tiles, sums, partial = group.tiles, group.sums, self._partial.data_ptr()
         pointers = (tiles.address, rows, partial, squares, selected, deferred)
-        _split[tiles.grid](*pointers, *call, *group.shape, num_warps=group.tile.warps)
+        split_kernel[tiles.grid](*pointers, *call, *group.shape, num_warps=group.tile.warps)
         if sums is not None:
-            _sum_chunks[sums.grid](sums.address, partial, squares, call.present, SUM_CHANNELS, SUM_CHUNKS, num_warps=4)
+            sum_chunks_kernel[sums.grid](sums.address, partial, squares, call.present, SUM_CHANNELS, SUM_CHUNKS, num_warps=4)
 
     def _launch_count(
         self, group: _Group, present: int, steps: int, factors: int, skip: int, places: int, hyper: Hyper
     ) -> None:
         assert group.counts is not None
         pointers = (group.counts.address, steps, self._coefficients.data_ptr(), factors, skip)
-        _count[group.counts.grid](*pointers, present, places, *_bits(hyper), COUNT_PLACES, num_warps=4)
+        count_kernel[group.counts.grid](*pointers, present, places, *_bits(hyper), COUNT_PLACES, num_warps=4)
 
     def _launch_adamw(
         self,
@@ -613,8 +313,8 @@ class TritonBlock:
     ) -> None:
         assert group.states is not None
         pointers = (group.states.address, channels, self._coefficients.data_ptr(), master, exp_avg, exp_avg_sq, grad, skip)
-        _adamw[group.states.grid](*pointers, places, *call, *group.state_shape, num_warps=group.state_tile.warps)
+        adamw_kernel[group.states.grid](*pointers, places, *call, *group.state_shape, num_warps=group.state_tile.warps)
 
     def _launch_publish(self, group: _Group, call: _Call, rows: int, values: int) -> None:
         tiles = group.tiles
-        _publish[tiles.grid](tiles.address, rows, values, *call, *group.shape, num_warps=group.tile.warps)
+        publish_kernel[tiles.grid](tiles.address, rows, values, *call, *group.shape, num_warps=group.tile.warps)
