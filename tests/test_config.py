@@ -163,3 +163,9 @@ def test_a_mapping_given_later_changed_does_not_change_the_config():
     config = ZenFlowConfig(channel_dim=dims)
     dims["embed"] = 1
     assert config.channel_dim == {"embed": 0}
+
+
+def test_a_configuration_that_was_saved_can_be_changed():
+    saved = ZenFlowConfig(preset="zenflow", topk_ratio=0.2)
+    changed = ZenFlowConfig.from_yaml(saved.to_yaml()).replace(update_interval=8)
+    assert (changed.update_interval, changed.lag, changed.max_update_interval, changed.topk_ratio) == (8, 8, 8, 0.2)
