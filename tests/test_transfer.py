@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from streams import use
 
-from stallfree import ZenFlowConfig
+from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.engine import pipeline
 from stallfree.engine.host import HostError
 from stallfree.engine.ring import Ring
@@ -66,6 +66,49 @@ def test_copies_that_wait_give_the_same_bits(monkeypatch, history, rule):
     with monkeypatch.context() as patch:
         patch.setattr(pipeline, "link_to", lambda device, config: Copying(device))
         assert_identical(run(history, rule=rule), expected)
+
+
+class Leading(Link):
+    """A link whose launching thread is ahead of the host, as on a GPU: what it publishes may not be there yet."""
+
+    @contextmanager
+    def up(self, source, work=None, ahead=None):
+        with super().up(source) as rows_and_event:
+            yield rows_and_event
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize("read", ["flush", "exact_weights", "state_dict", "write"])
+def test_whoever_reads_the_state_waits_for_host_work_that_was_published(monkeypatch, lag, read):
+    monkeypatch.setattr(pipeline, "link_to", lambda device, config: Leading(device))
+    settings = dict(topk_ratio=0.0, update_interval=1, lag=lag, full_warm_up_rounds=0, min_numel=0, lookahead=0.0)
+    settings["max_update_interval"] = 8  # a slot for each call: here nobody waits before one is filled again
+    ours, theirs = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
+    optimizer, adamw = ZenFlowAdamW([ours], lr=1e-2, **settings), torch.optim.AdamW([theirs], lr=1e-2)
+    optimizer.engine.delay = lambda where: time.sleep(5e-3 if where == "worker" else 0)
+    for call in range(4):
+        for p in (ours, theirs):
+            p.grad = torch.full((4, 6), 1.0 + call)
+        optimizer.step()
+        adamw.step()
+    expected = theirs.detach().clone()
+    if read == "exact_weights":
+        with optimizer.exact_weights():
+            shown = ours.detach().clone()
+    elif read == "state_dict":
+        state = optimizer.state_dict()["state"][0]  # with lag 1, the last gradient is still in a slot or a window
+        shown = state["master"].clone()
+    elif read == "write":
+        with torch.no_grad():
+            ours.copy_(expected)
+        optimizer.flush()
+        shown, moment = ours.detach().clone(), optimizer.engine.weights[ours].host.exp_avg
+        torch.testing.assert_close(moment.t(), adamw.state[theirs]["exp_avg"])
+    else:
+        optimizer.flush()
+        shown = ours.detach().clone()
+    torch.testing.assert_close(shown, expected, rtol=1e-6, atol=1e-7)
+    optimizer.close()
 
 
 @given(history=histories(most_calls=12, overlap_step=True), seed=st.integers(0, 100))

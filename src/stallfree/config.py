@@ -96,8 +96,8 @@ class ZenFlowConfig:
     pin_host_threads: bool | Literal["auto"] = "auto"
     """Pin each host thread to a core. "auto": when the parameters live on a GPU."""
     async_transfers: bool = False
-    """On a GPU, let the device instead of the training thread wait for copies and host work. Much faster, and experimental: two
-    tests fail with it on an H200 (docs/log.md)."""
+    """On a GPU, let the device instead of the training thread wait for copies and host work. Much faster, and experimental:
+    docs/log.md says what failed with it on an H200."""
     block_numel: int = 1 << 24
     """Elements after which a new block begins; one transformer layer is a good size."""
     max_update_interval: int = None  # type: ignore[assignment]

@@ -271,6 +271,7 @@ class Engine:
         for block, window in closing:
             early, block.early = block.early, None
             window.work = HostWork([] if early is None else [early.done], block.flag, block.flag.next() if block.flag else 0)
+            block.work = window.work
             states = [state for state in block.weights if early is None or state.place not in early.places]
             work = partial(self._replay_window, window, states)
             tasks.append(Task(label(block), work, window.work.flag, window.work.value))

@@ -127,6 +127,7 @@ class BlockState:
         self.schedule = BlockSchedule(block.phase)
         self.open: list[CollectedCall] = []
         self.queue: list[Window] = []
+        self.work = HostWork()  # the last that the worker was given; it works in order
         self.early: Early | None = None
         self.missing = len(self.weights)  # weights whose gradients are expected and not ready
 
@@ -153,9 +154,11 @@ class BlockState:
             state.passes_expected = None
 
     def settle(self) -> None:
-        """Wait for host work, and bring the halves up to date with it. The weights stay as they are."""
-        for window in self.queue:
-            self.link.wait(window.work)
+        """Wait for host work, and bring the halves up to date with it. The weights stay as they are.
+
+        Also for that of windows which have been published: where the device waits, the launching thread is ahead of it.
+        """
+        self.link.wait(self.work)
         if self.half.handover is not None:
             assert self.exchange is not None
             self.exchange.receive(HostWork())
