@@ -34,8 +34,8 @@ def draw() -> str:
             parts.append(box(x + 3, y + 8, WIDTH - 6, 22, COLLECT, f"g{call}"))
             if schedule.closes(clock):
                 due = schedule.close(clock, LAG)
-                parts.append(box(x + WIDTH * 0.98, y + 34, WIDTH * LAG * 0.92, 18, REPLAY, "replay"))
                 if due <= CALLS:
+                    parts.append(box(x + WIDTH * 0.98, y + 34, WIDTH * LAG * 0.92, 18, REPLAY, "replay"))
                     parts.append(f'<circle cx="{LEFT + due * WIDTH - 4}" cy="{y + 43}" r="6" fill="{PUBLISH}"/>')
     bottom = TOP + ROW * len(PHASES) + 18
     legend = (
