@@ -29,7 +29,6 @@ def draw() -> str:
         clock, schedule = Clock(INTERVAL, warm_up=0), BlockSchedule(phase, interval=INTERVAL)
         for call in range(1, CALLS + 1):
             clock.call = call
-            schedule.collect()
             x = LEFT + (call - 1) * WIDTH
             parts.append(box(x + 3, y + 8, WIDTH - 6, 22, COLLECT, f"g{call}"))
             if schedule.closes(clock):

@@ -19,8 +19,6 @@ GIB = 1 << 30
 class Plan:
     """Bytes by place and purpose, beyond weights and gradients."""
 
-    weights: int  # parameters split by channels, elements
-    residents: int  # parameters updated whole on the device, elements
     host_state: int
     host_slots: int
     host_exchange: int
@@ -30,10 +28,6 @@ class Plan:
     @property
     def host(self) -> int:
         return self.host_state + self.host_slots + self.host_exchange
-
-    @property
-    def device(self) -> int:
-        return self.device_state + self.device_staging
 
     def table(self) -> str:
         rows = [
@@ -51,10 +45,9 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
     """Needs no memory: works for parameters on the meta device too."""
     residents, weights = classify(named, config)
     moment = 4 if config.moments_dtype == "float32" else 2
-    state = slots = exchange = device = numel = 0
+    state = slots = exchange = device = 0
     for weight in weights:
         size = weight.param.numel()
-        numel += size
         state += size * (4 + 2 * moment) + 4 * weight.channels
         slots += slots_needed(config) * size * weight.param.element_size()
         selected = weight.selected_count * (12 * weight.length + 4)
@@ -66,7 +59,7 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
         sizes = [_copied_bytes(block) for block in build_blocks(weights, config)]
         staging = sum(ring_bytes(sizes, publishing_calls(config)))
     resident = sum(item.param.numel() for item in residents)
-    return Plan(numel, resident, state, slots, exchange, device + 12 * resident, staging)
+    return Plan(state, slots, exchange, device + 12 * resident, staging)
 
 
 def _copied_bytes(block: Block) -> int:

@@ -34,7 +34,7 @@ HEADER = ("version", "config", "clock", "block", "place")
 WEIGHT = ("channel_dim", "phase")
 ADAMW = (*STATE, "step")
 IN_FLIGHT = ("published", "score", "selected", "schedule", "passes", "slots", "windows")
-SCHEDULE = ("interval", "collected", "last_selection")
+SCHEDULE = ("interval", "last_selection")
 SLOT, GRADIENT = ("call", "hyper"), ("skipped", "factor", "grad")
 WINDOW = ("due", "call", "deferred", "published", "hands_over", "dropped")
 

@@ -177,7 +177,6 @@ class Engine:
             first = block.weights[0].weight.key
             block.half.step(present, factors[first : first + len(present)], skip)
             block.open.append(CollectedCall(self.clock.call, record, block.slots.arrival(self.clock.call), present))
-            block.schedule.collect()
             if block.schedule.closes(self.clock):
                 closing.append((block, self._close(block)))
         self._replay(closing)

@@ -19,7 +19,7 @@ class ResidentState:
     """One parameter's AdamW: views of its group's buffers."""
 
     def __init__(self, resident: Resident, group: ResidentGroup, place: int) -> None:
-        self.resident, self._group, self._place = resident, group, place
+        self.resident = resident
         self.shape = resident.shape
         self.master, self.exp_avg, self.exp_avg_sq = (group.part(getattr(group, name), place) for name in STATE)
         self.steps = group.layout.places_of(group.steps, place)  # the same number in each

@@ -49,19 +49,13 @@ class BlockSchedule:
 
     phase: int
     interval: int = 1  # the window that is open
-    collected: int = 0  # calls in it
     last_selection: int = 0  # the call of the last selection; 0: none yet
 
-    def collect(self) -> None:
-        self.collected += 1
-
     def closes(self, clock: Clock) -> bool:
-        on_phase = clock.call % self.interval == self.phase % self.interval
-        return clock.warming or on_phase or self.collected >= self.interval
+        return clock.warming or clock.call % self.interval == self.phase % self.interval
 
     def close(self, clock: Clock, lag: int) -> int:
         """Close the window after this call and adopt S; returns the call in which it is due."""
-        self.collected = 0
         self.interval = 1 if clock.warming_next else clock.interval
         return clock.call + (0 if clock.warming else lag)
 

@@ -78,7 +78,6 @@ def _export_weight(block: BlockState, state: WeightState) -> Entry:
         "selected": selected,
         "schedule": {
             "interval": block.schedule.interval,
-            "collected": block.schedule.collected,
             "last_selection": block.schedule.last_selection,
         },
         "passes": state.passes_expected,

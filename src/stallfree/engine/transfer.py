@@ -137,7 +137,7 @@ class Link:
         return None
 
     def send(self, source: Tensor) -> Tensor:
-        """A device copy of a small host tensor."""
+        """A device copy of a host tensor that need not live on; waits for it."""
         self.bytes_up += source.nbytes
         return source.to(self.device)
 

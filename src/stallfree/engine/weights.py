@@ -53,7 +53,6 @@ def _finish(engine: Engine, block: BlockState) -> None:
     for state in block.weights:
         _replay_now(engine, state)
     block.clear()
-    block.schedule.collected = 0
 
 
 def _replay_now(engine: Engine, state: WeightState) -> None:
