@@ -5,7 +5,6 @@ thread itself: where a device would wait, it does. So copies overtake computatio
 but the launching thread has no lead. A wait that nobody can end fails after a while.
 """
 
-import ctypes
 import queue
 import threading
 import time
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from stallfree.engine import pipeline, ring
+from stallfree.engine.streams import Point
 from stallfree.engine.transfer import DeviceLink
 
 PATIENCE = 20.0  # seconds
@@ -70,16 +70,13 @@ class StandIn:
                 raise stream.error
             stream.todo.put(task)
 
-    def enter_thread(self) -> None:
-        pass
-
     def device_guard(self):
         return nullcontext()
 
     def current(self) -> None:
         return None
 
-    def record(self, stream: Stream | None, *, sleeps: bool = False, timing: bool = False) -> Event:
+    def record(self, stream: Stream | None) -> Event:
         event = Event()
         self._do(stream, event.happen)
         return event
@@ -99,13 +96,14 @@ class StandIn:
         ours, theirs = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
         self._do(stream, lambda: ours.copy_(theirs))
 
-    def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        word = ctypes.c_uint32.from_address(address)
+    def raise_to(self, stream: Stream | None, point: Point) -> None:
+        self._do(stream, lambda: point.timeline.memory.fill_(point.value - (point.value >> 31 << 32)))
 
+    def wait_for(self, stream: Stream | None, point: Point) -> None:
         def spin() -> None:
             begin = time.perf_counter()
-            while not (word.value - value) & 0xFFFFFFFF < 1 << 31:
-                assert time.perf_counter() - begin < PATIENCE, "the device waits for host work that nobody does"
+            while not point.passed:
+                assert time.perf_counter() - begin < PATIENCE, "the device waits for what nobody does"
                 time.sleep(0)
 
         self._do(stream, spin)
@@ -119,13 +117,12 @@ class StandIn:
             for stream in (self.to_host, self.to_device):
                 stream.todo.put(None)
 
-    def synchronize(self) -> None:
-        for stream in (self.to_host, self.to_device):
-            self.record(stream).synchronize()
+    def synchronize(self, stream: Stream | None = None) -> None:
+        for copies in (self.to_host, self.to_device) if stream is None else (stream,):
+            self.record(copies).synchronize()
 
 
 def use(monkeypatch, pause: Callable[[], None] = lambda: None) -> None:
-    """Let new optimizers take the asynchronous path, with little staging memory: hardly more than the largest copy needs."""
+    """Let new optimizers take a GPU's path, with little staging memory: hardly more than the largest copy needs."""
     monkeypatch.setattr(ring, "STAGING_BYTES", 0)
-    monkeypatch.setattr(ring, "AHEAD_BYTES", 700)
-    monkeypatch.setattr(pipeline, "link_to", lambda device, config: DeviceLink(device, StandIn(pause)))
+    monkeypatch.setattr(pipeline, "link_to", lambda device: DeviceLink(device, StandIn(pause)))

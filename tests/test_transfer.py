@@ -1,6 +1,5 @@
 """Copies between the halves, waited for or not: nothing overtakes, nothing waits for ever, and no result changes."""
 
-import math
 import random
 import time
 from contextlib import contextmanager
@@ -14,9 +13,12 @@ from streams import use
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.engine import pipeline
-from stallfree.engine.host import HostError
+from stallfree.engine.memory import PAGE
 from stallfree.engine.ring import Ring
+from stallfree.engine.slots import SlotPool
+from stallfree.engine.streams import Point, Timeline
 from stallfree.engine.transfer import Link
+from stallfree.kernels.queue import HostError
 
 SETTINGS = dict(
     topk_ratio=0.25, update_interval=3, lag=1, full_warm_up_rounds=2, select_interval=4, min_numel=0, block_numel=60
@@ -41,51 +43,24 @@ def test_the_asynchronous_path_gives_the_same_bits(monkeypatch, history, rule):
         assert_identical(run(history, rule=rule), expected)
 
 
-class Copying(Link):
-    """A GPU's link with copies that wait, on the CPU: what travels is not the memory it came from, and is spoilt after use."""
-
-    @contextmanager
-    def staging(self, target):
-        yield torch.full_like(target, math.nan)
-
-    @contextmanager
-    def up(self, source, work=None, ahead=None):
-        with super().up(source, work, ahead) as (rows, event):
-            copy = rows.clone()
-            yield copy, event
-            copy.fill_(math.nan if copy.is_floating_point() else -1)
-
-    def send(self, source):
-        return super().send(source).clone()
-
-
-@given(history=histories(dtypes=("fp32", "fp32", "bf16", "fp16")), rule=st.sampled_from(["replay", "mean"]))
-@QUARTER
-def test_copies_that_wait_give_the_same_bits(monkeypatch, history, rule):
-    expected = run(history, rule=rule)
-    with monkeypatch.context() as patch:
-        patch.setattr(pipeline, "link_to", lambda device, config: Copying(device))
-        assert_identical(run(history, rule=rule), expected)
-
-
 class Leading(Link):
     """A link whose launching thread is ahead of the host, as on a GPU: what it publishes may not be there yet."""
 
     @contextmanager
-    def up(self, source, work=None, ahead=None):
-        with super().up(source) as rows_and_event:
-            yield rows_and_event
+    def up(self, source, work, arrival=None):
+        with super().up(source, None) as rows:
+            yield rows
 
 
 @pytest.mark.parametrize("lag", [0, 1])
 @pytest.mark.parametrize("read", ["flush", "exact_weights", "state_dict", "write"])
 def test_whoever_reads_the_state_waits_for_host_work_that_was_published(monkeypatch, lag, read):
-    monkeypatch.setattr(pipeline, "link_to", lambda device, config: Leading(device))
+    monkeypatch.setattr(pipeline, "link_to", Leading)
     settings = dict(topk_ratio=0.0, update_interval=1, lag=lag, full_warm_up_rounds=0, min_numel=0, lookahead=0.0)
-    settings["max_update_interval"] = 8  # a slot for each call: here nobody waits before one is filled again
+    monkeypatch.setattr(SlotPool, "give", lambda self, slots, after: None)  # here nobody waits before one is filled again
     ours, theirs = (torch.nn.Parameter(torch.ones(4, 6)) for _ in range(2))
     optimizer, adamw = ZenFlowAdamW([ours], lr=1e-2, **settings), torch.optim.AdamW([theirs], lr=1e-2)
-    optimizer.engine.delay = lambda where: time.sleep(5e-3 if where == "worker" else 0)
+    optimizer.engine.delay = lambda where: 5e-3 if where == "worker" else 0.0
     for call in range(4):
         for p in (ours, theirs):
             p.grad = torch.full((4, 6), 1.0 + call)
@@ -116,15 +91,15 @@ def test_whoever_reads_the_state_waits_for_host_work_that_was_published(monkeypa
 def test_delays_change_no_bit_there_either(monkeypatch, history, seed):
     rnd = random.Random(seed)
 
-    def pause() -> None:
-        time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 1e-3]))
+    def seconds() -> float:
+        return rnd.random() * rnd.choice([0.0, 0.0, 1e-3])
 
     def slowly(player: Player) -> None:
-        player.optimizer.engine.delay = lambda where: pause()
+        player.optimizer.engine.delay = lambda where: seconds()
 
     expected = run(history)
     with monkeypatch.context() as patch:
-        use(patch, pause)
+        use(patch, lambda: time.sleep(seconds()))
         assert_identical(run(history, prepare=slowly), expected)
 
 
@@ -137,22 +112,16 @@ def test_staging_memory_for_one_block_only(monkeypatch):
     assert_identical(run(history), expected)
 
 
-class Broken:
-    """A host kernel that fails at its n-th job."""
+def broken(kernel, jobs: int):
+    """Let a host kernel fail at its n-th job."""
+    replay, left = kernel.replay, iter(range(jobs))
 
-    name = "broken"
-
-    def __init__(self, kernel, jobs: int) -> None:
-        self.kernel, self.jobs = kernel, jobs
-
-    def replay(self, job) -> None:
-        self.jobs -= 1
-        if self.jobs < 0:
+    def fail(job):
+        if next(left, None) is None:
             raise ArithmeticError("the host kernel broke")
-        self.kernel.replay(job)
+        replay(job)
 
-    def close(self) -> None:
-        self.kernel.close()
+    return fail
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -160,10 +129,10 @@ class Broken:
 def test_a_failing_worker_lets_the_device_go_on_and_the_next_step_says_why(monkeypatch, asynchronous, overlap_step):
     if asynchronous:
         use(monkeypatch)
-    player = Player(simple(), overlap_step=overlap_step)
+    player = Player(simple(), overlap_step=overlap_step, host_kernel="torch")
     player.play(5)
-    worker = player.optimizer.engine.worker
-    worker.kernel = Broken(worker.kernel, jobs=1)
+    kernel = player.optimizer.engine.worker.kernel
+    kernel.replay = broken(kernel, jobs=1)
     with pytest.raises(HostError, match=r"(?s)parameter of shape.*the host kernel broke"):
         player.play()
     assert player.t < 12
@@ -177,52 +146,63 @@ def test_closing_releases_every_wait(monkeypatch):
     use(monkeypatch)
     player = Player(simple())
     player.play(9)
-    engine = player.optimizer.engine
-    flags = [block.flag for block in engine.blocks]
-    streams = engine.link.streams
-    for flag in flags:
-        streams.wait_value(streams.to_device, flag.address, flag.value + 100)
+    link = player.optimizer.engine.link
+    link.streams.wait_for(link.streams.to_device, Point(link.host, link.host.value + 100))
     player.close()  # waits for both streams
-    assert not streams.registered
-
-
-class Mark:
-    """An event, and those that had happened before it."""
-
-    def __init__(self, behind) -> None:
-        self.behind = {self, *behind}
-
-
-class Recorder:
-    """Streams that only remember which events each comes after."""
-
-    def __init__(self) -> None:
-        self.behind: dict[str, set[Mark]] = {}
-
-    def record(self, stream: str) -> Mark:
-        return Mark(self.behind.get(stream, ()))
-
-    def wait(self, stream: str, event: Mark) -> None:
-        self.behind.setdefault(stream, set()).update(event.behind)
+    assert not link.streams.registered
 
 
 @given(
-    takes=st.lists(st.tuples(st.integers(0, 700), st.sampled_from("aaab")), min_size=1, max_size=60),
-    size=st.sampled_from([1400, 2048, 5000]),
+    sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=60),
+    keep=st.integers(1, 6),
 )
+def test_slots_never_share_memory_and_wait_for_the_last_reader(sizes, keep):
+    pool = SlotPool(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    pool.reserve(PAGE * 60)
+    timeline, held, last = Timeline(torch.zeros(1, dtype=torch.int32), 0), [], {}
+    for size, which in sizes:
+        slot = pool.take(size * PAGE)
+        taken = range(slot.start // PAGE, (slot.start + slot.size) // PAGE)
+        assert slot.memory.numel() == size * PAGE
+        assert not any(set(taken) & other for other, _ in held)
+        latest = max((last[page] for page in taken if page in last), default=0)
+        assert latest <= (slot.after.value if slot.after else 0)
+        slot.memory.fill_(which)
+        held.append((set(taken), slot))
+        if len(held) > keep:
+            pages, old = held.pop(which % len(held))
+            point = timeline.next()
+            pool.give([old], point)
+            last |= dict.fromkeys(pages, point.value)
+    before = pool.nbytes
+    pool.give([slot for _, slot in held], timeline.next())
+    assert pool.take(PAGE * 60).size == PAGE * 60  # what is given back is one piece again
+    assert pool.nbytes == before
+
+
+class Recorder:
+    """Streams that only remember which points each has waited for."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def wait(self, point: Point) -> None:
+        self.seen = max(self.seen, point.value)
+
+
+@given(takes=st.lists(st.integers(0, 700), min_size=1, max_size=60), size=st.sampled_from([1400, 2048, 5000]))
 def test_ring_memory_is_written_again_only_after_its_last_use(takes, size):
-    streams = Recorder()
-    ring, used = Ring(torch.device("cpu"), streams), [None] * size  # by byte: the event of its last use
+    stream, copies = Recorder(), Timeline(torch.zeros(1, dtype=torch.int32), 0)
+    ring, used = Ring(torch.device("cpu")), [0] * size  # by byte: the moment of its last use
     ring.grow(size)
-    whole = ring.take(size, "a")
+    whole = ring.take(size, stream.wait)
     assert not ring.has_room(1)
-    begin, whole.used = whole.memory.data_ptr(), streams.record("copies")
-    for nbytes, stream in takes:
+    begin, whole.used = whole.memory.data_ptr(), copies.next()
+    for nbytes in takes:
         assert ring.has_room(nbytes)
-        share = ring.take(nbytes, stream)
+        share = ring.take(nbytes, stream.wait)
         start = share.memory.data_ptr() - begin if nbytes else 0
         assert (share.memory.numel(), start % Ring.ALIGNMENT) == (nbytes, 0)
-        for event in used[start : start + nbytes]:
-            assert event is None or event in streams.behind.get(stream, ())
-        share.used = streams.record("copies")
-        used[start : start + nbytes] = [share.used] * nbytes
+        assert max(used[start : start + nbytes], default=0) <= stream.seen
+        share.used = copies.next()
+        used[start : start + nbytes] = [share.used.value] * nbytes

@@ -95,10 +95,7 @@ class ZenFlowConfig:
     """Threads of the native kernel. "auto": the cores this process may use, less those for training and data loading."""
     pin_host_threads: bool | Literal["auto"] = "auto"
     """Pin each host thread to a core. "auto": when the parameters live on a GPU."""
-    async_transfers: bool = False
-    """On a GPU, let the device instead of the training thread wait for copies and host work. Much faster, and experimental:
-    docs/log.md says what failed with it on an H200."""
-    block_numel: int = 1 << 24
+    block_numel: int = 1 << 26
     """Elements after which a new block begins; one transformer layer is a good size."""
     max_update_interval: int = None  # type: ignore[assignment]
     """The largest S that `set_update_interval` may ask for: host memory for slots is reserved for it. Default: the first S."""
@@ -184,7 +181,7 @@ class ZenFlowConfig:
         )
         _require(_at_least(self.min_numel, 0), "min_numel", self.min_numel, "a whole number of elements, at least 0")
         _require(self.moments_dtype in ("float32", "bfloat16"), "moments_dtype", self.moments_dtype, '"float32" or "bfloat16"')
-        for name in ("stagger", "overlap_step", "update_in_backward", "async_transfers"):
+        for name in ("stagger", "overlap_step", "update_in_backward"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         _require(
             self.host_kernel in ("auto", "native", "torch"), "host_kernel", self.host_kernel, '"auto", "native" or "torch"'

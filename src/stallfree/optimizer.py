@@ -226,7 +226,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             "call": engine.clock.call,
             "interval": engine.clock.interval,
             "warming_up": engine.clock.warming,
-            "host_bytes": sum(block.host_nbytes for block in engine.blocks),
+            "host_bytes": sum(block.host_nbytes for block in engine.blocks) + engine.pool.nbytes,
             "device_bytes": sum(b.half.nbytes for b in engine.blocks) + sum(12 * p.numel() for p in engine.residents),
             **engine.meter.report(),
             "retention": retention,

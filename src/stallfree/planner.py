@@ -10,7 +10,7 @@ from torch import nn
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import Block, build_blocks, classify
 from stallfree.engine.ring import ring_bytes
-from stallfree.engine.schedule import publishing_calls, slots_needed
+from stallfree.engine.slots import slot_bytes
 
 GIB = 1 << 30
 
@@ -45,21 +45,19 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
     """Needs no memory: works for parameters on the meta device too."""
     residents, weights = classify(named, config)
     moment = 4 if config.moments_dtype == "float32" else 2
-    state = slots = exchange = device = 0
+    blocks = build_blocks(weights, config)
+    state = exchange = device = 0
     for weight in weights:
         size = weight.param.numel()
         state += size * (4 + 2 * moment) + 4 * weight.channels
-        slots += slots_needed(config) * size * weight.param.element_size()
         selected = weight.selected_count * (12 * weight.length + 4)
         if weight.selected_count:
             exchange += selected + 4 * (weight.selected_count + weight.channels)
         device += selected + weight.selected_count * weight.length * weight.param.element_size() + 8 * weight.channels
-    staging = 0
-    if config.async_transfers:
-        sizes = [_copied_bytes(block) for block in build_blocks(weights, config)]
-        staging = sum(ring_bytes(sizes, publishing_calls(config)))
+    on_gpu = any(weight.param.device.type == "cuda" for weight in weights)
+    staging = 2 * ring_bytes([_copied_bytes(block) for block in blocks]) if on_gpu else 0
     resident = sum(item.param.numel() for item in residents)
-    return Plan(state, slots, exchange, device + 12 * resident, staging)
+    return Plan(state, slot_bytes(blocks, config), exchange, device + 12 * resident, staging)
 
 
 def _copied_bytes(block: Block) -> int:

@@ -69,9 +69,11 @@ class Block:
     weights: list[Weight]
     phase: int = 0
     numel: int = field(init=False)
+    deferred_numel: int = field(init=False)  # once the first selection is made
 
     def __post_init__(self) -> None:
         self.numel = sum(weight.numel for weight in self.weights)
+        self.deferred_numel = sum(weight.numel - weight.selected_count * weight.length for weight in self.weights)
         self.dtype = self.weights[0].dtype
 
     @property

@@ -28,6 +28,11 @@ class Division:
     selected: tuple[Tensor, ...]  # by weight: [places] int64, the channel of each place
     deferred: tuple[Tensor, ...]  # by weight: [channels - places] int64, ascending
 
+    @property
+    def divided(self) -> bool:
+        """Whether the device holds any channels."""
+        return self.layout.places > 0
+
     @classmethod
     def of(cls, layout: BlockLayout, selected: Sequence[Tensor], deferred: Sequence[Tensor]) -> Division:
         return cls(layout, targets(layout, selected, deferred), tuple(selected), tuple(deferred))
@@ -39,7 +44,6 @@ class Handover:
 
     division: Division  # from the next gradient on
     moved: tuple[Tensor, ...]  # by weight: [places] bool
-    numbers: Tensor | None = None  # both, as they go down
 
 
 class SelectedState:
@@ -55,6 +59,8 @@ class SelectedState:
         self._stride = -(-self.chosen.selected_numel // ALIGNMENT) * ALIGNMENT
         self.memory = torch.zeros(3 * self._stride + self.chosen.places, dtype=torch.float32, device=self.device)
         self.master, self.exp_avg, self.exp_avg_sq, self.steps = self.parts(self.memory)
+        numbers = 2 * self.chosen.places + self.chosen.deferred_channels if self.chosen.places else 0
+        self.numbers = torch.empty(numbers, dtype=torch.int32, device=self.device)  # of a hand-over, on their way down
         self.gradient = torch.empty(self.chosen.selected_numel, dtype=block.dtype, device=self.device)
         self.reset()
 

@@ -1,21 +1,23 @@
-"""The host half: the state of deferred channels in host memory, and the thread that replays windows beside training."""
+"""The host half: the state of deferred channels in host memory, and the threads that replay windows beside training."""
 
 from __future__ import annotations
 
 import os
-import traceback
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from stallfree.config import ZenFlowConfig
-from stallfree.engine.blocks import Weight
+from stallfree.engine.blocks import STATE, Weight
 from stallfree.engine.device import adopt_weights
-from stallfree.engine.transfer import Flag, Link
-from stallfree.kernels.replay import HostKernel, ReplayJob, SlotGradient
+from stallfree.engine.memory import host_memory
+from stallfree.engine.streams import Point, Timeline
+from stallfree.kernels import host_kernel, host_queue
+from stallfree.kernels.device import Hyper
+from stallfree.kernels.queue import HostError
+from stallfree.kernels.replay import ReplayJob, SlotGradient
+from stallfree.kernels.windows import HostWeight, WindowWork
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -26,36 +28,49 @@ class HostState:
     def __init__(self, weight: Weight, config: ZenFlowConfig) -> None:
         self.weight, self.config = weight, config
         shape = (weight.channels, weight.length)
-        self.master = weight.rows_of(weight.param).to("cpu", torch.float32, copy=True).contiguous()
-        self.exp_avg = torch.zeros(shape, dtype=MOMENTS[config.moments_dtype], device="cpu")
-        self.exp_avg_sq = torch.zeros(shape, dtype=MOMENTS[config.moments_dtype], device="cpu")
+        moments = MOMENTS[config.moments_dtype]
+        self.master, self.exp_avg, self.exp_avg_sq = (
+            host_memory(weight.numel * dtype.itemsize).view(dtype).view(shape) for dtype in (torch.float32, moments, moments)
+        )
+        self.master.copy_(weight.rows_of(weight.param))
         self.steps = torch.zeros(weight.channels, dtype=torch.int32, device="cpu")
-        self.defer_all()
+        self.every = torch.arange(weight.channels, dtype=torch.int64, device="cpu")
+        self.deferred = self.every[weight.selected_count :].clone()  # ascending; whose they are says the last hand-over
+        self.kept = HostWeight(self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.deferred, self.every, self._key)
 
-    def defer_all(self) -> None:
-        """Every channel is the host's."""
-        self.deferred = torch.arange(self.weight.channels, dtype=torch.int64, device="cpu")  # ascending: the open window's rows
+    @property
+    def _key(self) -> int:
+        return (self.config.seed << 32 | self.weight.key) & (1 << 64) - 1
+
+    def rows(self, divided: bool) -> Tensor:
+        """The host's channels, before the first selection and after it."""
+        return self.deferred if divided else self.every
+
+    def scaled(self, hyper: Hyper) -> Hyper:
+        """Settings as deferred channels have them."""
+        return hyper._replace(lr=hyper.lr * self.config.deferred_lr_scale)
 
     def reset(self) -> None:
         """As at construction, from the weights as they are now."""
         self.master.copy_(self.weight.rows_of(self.weight.param))
         for tensor in (self.exp_avg, self.exp_avg_sq, self.steps):
             tensor.zero_()
-        self.defer_all()
 
-    def job(self, slots: Sequence[SlotGradient], lookahead: float, out: Tensor | None, commit: bool = True) -> ReplayJob:
+    def job(
+        self, slots: Sequence[SlotGradient], divided: bool, lookahead: float, out: Tensor | None, commit: bool = True
+    ) -> ReplayJob:
         return ReplayJob(
             master=self.master,
             exp_avg=self.exp_avg,
             exp_avg_sq=self.exp_avg_sq,
             steps=self.steps,
-            rows=self.deferred,
+            rows=self.rows(divided),
             slots=tuple(slots),
             rule=self.config.rule,
             lookahead=lookahead,
             out=out,
             commit=commit,
-            key=(self.config.seed << 32 | self.weight.key) & (1 << 64) - 1,
+            key=self._key,
         )
 
     def read_weights(self) -> None:
@@ -63,77 +78,50 @@ class HostState:
         adopt_weights(self.master, self.weight.rows_of(self.weight.param).to("cpu").contiguous())
 
     @property
-    def flats(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.master, self.exp_avg, self.exp_avg_sq
+    def flats(self) -> tuple[Tensor, ...]:
+        return tuple(getattr(self, name) for name in STATE)
 
     @property
     def nbytes(self) -> int:
-        return self.master.nbytes + self.exp_avg.nbytes + self.exp_avg_sq.nbytes + self.steps.nbytes
-
-
-class Task(NamedTuple):
-    """Some host work."""
-
-    names: str  # whose update it is
-    work: Callable[[], None]
-    flag: Flag | None = None  # raised to `value` when the work is done
-    value: int = 0
-
-
-class HostError(RuntimeError):
-    """Host work failed; the message names the parameters and holds the worker's traceback."""
+        return sum(flat.nbytes for flat in self.flats) + self.steps.nbytes
 
 
 class HostWorker:
-    """Runs host work in order: on a thread beside the training thread, or at once if `overlap` is off."""
+    """Runs host work in order: beside the training thread, or at once if `overlap_step` is off."""
 
-    def __init__(self, kernel: HostKernel, overlap: bool, link: Link) -> None:
-        self.kernel, self.link = kernel, link
-        self.delay: Callable[[str], None] | None = None
-        self.error: HostError | None = None  # of the first task that failed; none is begun after it
-        self._threads = (
-            ThreadPoolExecutor(1, thread_name_prefix="stallfree-host", initializer=link.enter_thread) if overlap else None
-        )
-        self._process = os.getpid()
+    def __init__(self, config: ZenFlowConfig, timeline: Timeline, on_gpu: bool) -> None:
+        threads, cores = host_cores(config, on_gpu)
+        self.timeline = timeline
+        self.kernel = host_kernel(config.host_kernel, threads, cores)
+        self.queue = host_queue(self.kernel, timeline.memory, config.overlap_step)
 
-    def submit(self, tasks: Sequence[Task]) -> list[Future[None]]:
-        """Do some tasks, one after the other. A future's result() raises HostError if its task or an earlier one failed."""
-        if os.getpid() != self._process:
-            raise RuntimeError(
-                "the optimizer was built before a fork and has no threads here; build it in the process that trains"
-            )
-        futures: list[Future[None]] = [Future() for _ in tasks]
-        if self._threads is not None:
-            self._threads.submit(self._run, tasks, futures)
-        else:
-            self._run(tasks, futures)
-        return futures
+    def submit(self, works: Sequence[WindowWork]) -> list[Point]:
+        """Do some windows, one after the other. Returns when each is done."""
+        points = [Point(self.timeline, ticket) for ticket in self.queue.submit(works)]
+        if points:
+            self.timeline.value = points[-1].value
+        return points
 
-    def _run(self, tasks: Sequence[Task], futures: Sequence[Future[None]]) -> None:
-        for task, future in zip(tasks, futures, strict=True):
-            if self.error is None:
-                self._do(task)
-            if self.error is None:
-                future.set_result(None)
-            else:
-                future.set_exception(self.error)
+    def wait(self, point: Point) -> None:
+        """Raises `HostError` if the work or an earlier one failed."""
+        self.queue.wait(point.value)
 
-    def _do(self, task: Task) -> None:
+    def run(self, job: ReplayJob, name: str) -> None:
+        """Do one job now, after whatever there is still to do."""
+        self.queue.drain()
         try:
-            if self.delay:
-                self.delay("worker")
-            task.work()
-            if task.flag is not None:
-                task.flag.release(task.value)
-        except BaseException as error:
-            self.error = HostError(f"host update of {task.names} failed: {error}\n{traceback.format_exc()}")
-            self.error.__cause__ = error
-            self.link.release_all()
+            self.kernel.replay(job)
+        except Exception as error:
+            raise HostError(f"host update of {name} failed: {error}") from error
+
+    @property
+    def error(self) -> HostError | None:
+        """Of the first work that failed; none is begun after it."""
+        return self.queue.error
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Idempotent."""
-        if self._threads is not None:
-            self._threads.shutdown(wait=True)
+        self.queue.close()
         self.kernel.close()
 
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,18 @@ from stallfree.engine import weights
 from stallfree.engine.blocks import Block, Resident, build_blocks, check_trainable, classify
 from stallfree.engine.channels import Channels
 from stallfree.engine.device import Layouts, SelectedState
-from stallfree.engine.host import HostWorker, Task, host_cores
+from stallfree.engine.host import HostWorker
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
-from stallfree.engine.schedule import Clock, publishing_calls, slots_needed
+from stallfree.engine.schedule import Clock, slots_needed
+from stallfree.engine.slots import SlotPool, slot_bytes
 from stallfree.engine.staging import Staging, label
-from stallfree.engine.transfer import HostWork, link_to
+from stallfree.engine.transfer import link_to
 from stallfree.engine.uninterrupted import uninterrupted
-from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, Written, written
-from stallfree.kernels import block_kernel, host_kernel
+from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window, Written, written
+from stallfree.kernels import block_kernel
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import ReplayJob
+from stallfree.kernels.windows import Call, WindowWork
 from stallfree.telemetry.meter import Meter
 
 Hypers = dict[nn.Parameter, Hyper]
@@ -51,9 +53,10 @@ class Engine:
     ) -> None:
         self.device, self.config, self.read_hypers, self.read_name = device, config, read_hypers, read_name
         self.kernel = block_kernel(self.device)
-        self.link = link_to(self.device, config)
-        threads, cores = host_cores(config, on_gpu=self.device.type != "cpu")
-        self.worker = HostWorker(host_kernel(config.host_kernel, threads, cores), config.overlap_step, self.link)
+        self.link = link_to(self.device)
+        self.worker = HostWorker(config, self.link.host, on_gpu=self.device.type != "cpu")
+        self.link.wait_for_host = self.worker.wait
+        self.pool = SlotPool(self.link.host_memory)
         self.clock = Clock.of(config)
         self.meter = Meter(self.link)
         self.channels = Channels(self.device)
@@ -61,6 +64,8 @@ class Engine:
         self.residents: dict[nn.Parameter, ResidentState] = {}
         self.weights: dict[nn.Parameter, WeightState] = {}
         self.blocks: list[BlockState] = []
+        self.turns = 0  # blocks staged since the last call
+        self._coming: list[tuple[BlockState, Window]] = []  # due in the next call, in the order of the last backward pass
         self.managed: dict[nn.Parameter, int] = {}  # place in `seen`
         self.seen: list[Written] = []  # when this engine wrote last
         self.exact_at = 0  # the call after which the weights were those of a flush
@@ -109,10 +114,11 @@ class Engine:
         if split:
             self.channels.extend(split)
         halves = [SelectedState(block, self.channels, self.kernel, self._layouts) for block in blocks]
-        self.link.reserve([half.copied_bytes for half in halves], publishing_calls(self.config))
+        self.link.reserve([half.copied_bytes for half in halves])
         for block, half in zip(blocks, halves, strict=True):
-            self.blocks.append(BlockState(block, half, self.link, self.config))
+            self.blocks.append(BlockState(block, half, self.link, self.pool, self.config))
             self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
+        self.pool.reserve(slot_bytes([block.block for block in self.blocks], self.config))
         trained = [*(resident.param for group in residents for resident in group), *(weight.param for weight in split)]
         self._take_over(trained)
         for param in trained:
@@ -134,13 +140,17 @@ class Engine:
         self._records = (on_device, self.link.host_empty(shape, torch.float32))
 
     @property
-    def delay(self) -> Callable[[str], None] | None:
-        """Called at the worker, at copies and in hooks: a place for tests to lose time in."""
+    def delay(self) -> Callable[[str], float] | None:
+        """Asked at the host's work, at copies and in hooks how many seconds to lose: for tests."""
         return self.link.delay
 
     @delay.setter
-    def delay(self, sleep: Callable[[str], None] | None) -> None:
-        self.link.delay = self.worker.delay = sleep
+    def delay(self, seconds: Callable[[str], float] | None) -> None:
+        self.link.delay = seconds
+
+    def lose_time(self, where: str) -> None:
+        if self.delay:
+            time.sleep(self.delay(where))
 
     def uninterrupted(self) -> AbstractContextManager[None]:
         """Whatever reads or changes state between calls does so inside."""
@@ -166,28 +176,32 @@ class Engine:
     def _update(self, hypers: Hypers) -> None:
         dense = [[resident.param.grad for resident in group.residents] for group in self.groups]
         skip, clip, factors, record = self._judge([grad for grads in dense for grad in grads if grad is not None])
+        self._show_coming()
         for block in self.blocks:
             self._publish_due(block)
         clips = clip.repeat(max((len(grads) for grads in dense), default=0))
         for group, grads in zip(self.groups, dense, strict=True):
             group.step(grads, [hypers.get(resident.param) for resident in group.residents], clips, skip)
-        closing: list[tuple[BlockState, Window]] = []
         for block in self.blocks:
             present = tuple(hypers[state.weight.param] if state.staged is not None else None for state in block.weights)
             first = block.weights[0].weight.key
             block.half.step(present, factors[first : first + len(present)], skip)
-            block.open.append(CollectedCall(self.clock.call, record, block.slots.arrival(self.clock.call), present))
-            if block.schedule.closes(self.clock):
-                closing.append((block, self._close(block)))
+            self._collect(block, present, record)
+        closing = [(block, self._close(block)) for block in self._in_turn() if block.schedule.closes(self.clock)]
         self._replay(closing)
-        for block, _ in closing:
-            self._publish_due(block)
+        for block, window in closing:
+            if window.due <= self.clock.call:
+                self._publish_due(block)
         self._finish_call()
 
-    def _judge(self, dense: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, CallRecord]:
+    def _in_turn(self) -> list[BlockState]:
+        """Blocks in the order of the backward pass: the next one needs them so."""
+        return sorted(self.blocks, key=lambda block: block.turn)
+
+    def _judge(self, dense: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Skip flag and clip factor of this call, and by weight what its gradient is multiplied by, all on the device.
 
-        dense: the gradients of residents. The record is the host's copy of what it needs to know.
+        dense: the gradients of residents. The last is the host's copy of what it needs to know.
         """
         channels = self.channels
         staged = [state.staged for state in self.weights.values() if state.staged is not None]
@@ -211,7 +225,8 @@ class Engine:
         if staged and self.config.topk_ratio:
             channels.update_scores(scales, present, self.config.score_decay, skip)
         self.meter.judge(norm, skip, [gradient.weight for gradient in staged], channels)
-        return skip, clip, values[1:], CallRecord(slot, self.link.down(values, slot))
+        self.link.down(values, slot)
+        return skip, clip, values[1:], slot
 
     def _scales(self) -> Tensor | None:
         """What user code multiplied gradients by: a scalar where it is one number for all, else `[weights]`."""
@@ -224,6 +239,7 @@ class Engine:
         return torch.stack([self._one if factor is None else factor for factor in factors])
 
     def _finish_call(self) -> None:
+        self.turns = 0
         for block in self.blocks:
             block.expect()
             for state in block.weights:
@@ -235,15 +251,29 @@ class Engine:
                     state.staged = None
                 state.restored = None
         self.mark_written()
+        self.await_windows()
         self.meter.finish_call()
 
     # Slots -> host
 
+    def _collect(self, block: BlockState, present: tuple[Hyper | None, ...], record: Tensor) -> None:
+        """Put this call's gradients into the block's window."""
+        slot, block.filling = block.filling, None
+        if slot is not None and not any(present):  # what was staged has been discarded
+            block.give_back([slot])
+            slot = None
+        memory = slot.rows(block.block.dtype, block.half.division.layout.deferred_numel) if slot else None
+        block.open.append(CollectedCall(self.clock.call, record, present, slot, memory))
+
     def _close(self, block: BlockState) -> Window:
         selects = block.schedule.wants_selection(self.clock, self.config.select_interval)
         due = block.schedule.close(self.clock, self.config.lag)
-        window = Window(block.open, due, self.config.lookahead_at(block.schedule.interval), block.half.installed)
-        block.open = []
+        calls, block.open = [collected for collected in block.open if collected.slot is not None] or block.open[:1], []
+        if calls[0].slot is None:  # no gradient in the whole window; its masters are published all the same
+            memory = block.take_slot()
+            calls = [CollectedCall(calls[0].call, calls[0].record, calls[0].hypers, block.filling, memory)]
+            block.filling = None
+        window = Window(calls, due, self.config.lookahead_at(block.schedule.interval), block.half.installed)
         if selects:
             self._select(block, window)
         block.queue.append(window)
@@ -261,64 +291,113 @@ class Engine:
             half.follow(half.installed)
             return
         assert block.exchange is not None
-        window.hands_over, window.merge = True, block.exchange.send()
+        block.exchange.send()
+        window.hands_over = True
         window.due = min(window.due, self.clock.call + 1)  # who moves must be there when the device updates next
 
     def _replay(self, closing: Sequence[tuple[BlockState, Window]]) -> None:
-        """Give the worker the windows that close in this call, all at once."""
-        tasks: list[Task] = []
+        """Give the host the windows that close in this call, all at once."""
+        works = []
         for block, window in closing:
             early, block.early = block.early, None
-            window.work = HostWork([] if early is None else [early.done], block.flag, block.flag.next() if block.flag else 0)
-            block.work = window.work
-            states = [state for state in block.weights if early is None or state.place not in early.places]
-            work = partial(self._replay_window, window, states)
-            tasks.append(Task(label(block), work, window.work.flag, window.work.value))
-        for (block, window), done in zip(closing, self.worker.submit(tasks) if tasks else (), strict=True):
-            window.work.done.append(done)
-            if window.due > self.clock.call:
-                source = block.slots.flat(window.calls[0].call, window.division.layout)
-                window.ahead = self.link.send_ahead(source, window.work)
+            places = None if early is None else tuple(set(range(len(block.weights))) - early.places)
+            calls = tuple(self._call(block, collected) for collected in window.calls)
+            works.append(self.host_work(block, calls, window.division.divided, window.lookahead, places, window.hands_over))
+        for (block, window), work in zip(closing, self.worker.submit(works), strict=True):
+            window.work = block.work = work
 
-    def _replay_window(self, window: Window, states: Sequence[WeightState]) -> None:
-        first, layout = window.calls[0].call, window.division.layout
-        for state in states:
-            gradients = tuple(state.gradients(window.calls, window.division))
-            out = state.block.slots.rows(first, layout, state.place)
-            self.worker.kernel.replay(state.host.job(gradients, window.lookahead, out))
-        if window.merge is not None:
-            window.merge()
+    def _call(self, block: BlockState, collected: CollectedCall) -> Call:
+        assert collected.memory is not None
+        return Call(collected.memory, collected.record, block.scaled(collected.hypers))
+
+    def host_work(
+        self,
+        block: BlockState,
+        calls: tuple[Call, ...],
+        divided: bool,
+        lookahead: float,
+        places: tuple[int, ...] | None,
+        merge: bool = False,
+    ) -> WindowWork:
+        pause = self.delay("worker") if self.delay else 0.0
+        gates = self.link.gates()
+        return WindowWork(block.host, calls, divided, lookahead, True, label(block), gates, places, merge, pause)
 
     def run(self, state: WeightState, job: ReplayJob) -> None:
-        """Do one job now, after whatever the worker has still to do."""
-        (done,) = self.worker.submit([Task(state.weight.name, lambda: self.worker.kernel.replay(job))])
-        done.result()
+        """Do one job now, after whatever the host has still to do."""
+        self.worker.run(job, label(state.block))
 
     # Host -> publish -> weights
+
+    def await_windows(self) -> None:
+        """Expect what is due in the next call, and begin to bring it up."""
+        due = self.clock.call + 1
+        self._coming = [
+            (block, window) for block in self._in_turn() for window in block.queue if window.due <= due and not window.shown
+        ]
+        self._begin_ups()
+
+    def _begin_ups(self) -> None:
+        """Bring up what is expected, as far as there is room on the device: windows first, in the order of their use."""
+        for _, window in self._coming:
+            if window.arrival is None:
+                window.arrival = self.link.begin_up(window.published, window.work)
+                if window.arrival is None:
+                    return
+        for block, window in self._coming:
+            exchange = block.exchange
+            if window.hands_over and exchange is not None and exchange.arrival is None:
+                exchange.arrival = self.link.begin_up(exchange.state, window.work)
+                if exchange.arrival is None:
+                    return
+
+    def show_arrived(self, block: BlockState) -> None:
+        """During backward, when nothing reads the block's weights any more: publish what the next call would publish, if it
+        is on its way up already."""
+        shown = [window for other, window in self._coming if other is block and window.arrival is not None]
+        for window in shown:
+            self._show(block, window)
+        if shown:
+            self.mark_written(block.params)
+            self._coming = [pair for pair in self._coming if not pair[1].shown]
+            self._begin_ups()
+
+    def _show_coming(self) -> None:
+        """Publish what backward has not: first what has room on the device already."""
+        for on_its_way in (True, False):
+            for block, window in self._coming:
+                if not window.shown and (window.arrival is not None) is on_its_way:
+                    self._show(block, window)
+        self._coming = []
+
+    def _show(self, block: BlockState, window: Window) -> None:
+        if len(window.dropped) == len(block.weights):
+            block.forget(window)
+            return
+        division = window.division
+        params = [None if place in window.dropped else param for place, param in enumerate(block.params)]
+        with self.link.up(window.published, window.work, window.arrival) as values:
+            self.kernel.publish(division.layout, division.targets, params, values)
+        window.shown = True
+        block.give_back(window.slots)
 
     def _publish_due(self, block: BlockState) -> None:
         """In order; a window that is due takes earlier ones with it."""
         last = max((place for place, window in enumerate(block.queue) if window.due <= self.clock.call), default=-1)
         for _ in range(last + 1):
             window = block.queue.pop(0)
-            division, calls = window.division, [collected.call for collected in window.calls]
-            if len(window.dropped) < len(block.weights):
-                params = [None if place in window.dropped else param for place, param in enumerate(block.params)]
-                source = block.slots.flat(calls[0], division.layout)
-                with self.link.up(source, window.work, window.ahead) as (values, arrived):
-                    self.kernel.publish(division.layout, division.targets, params, values)
-                block.slots.free(calls, arrived)
-            else:
-                window.forget()
+            if not window.shown:
+                self._show(block, window)
             if window.hands_over:
                 if block.half.handover is not None:
                     assert block.exchange is not None
                     block.exchange.receive(window.work)
                 block.half.show()
 
-    def mark_written(self) -> None:
-        """What the weights hold now was written by this engine."""
-        for param, place in self.managed.items():
+    def mark_written(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """What the weights hold now, all or some, was written by this engine."""
+        for param in self.managed if params is None else params:
+            place = self.managed[param]
             seen = self.seen[place]
             if seen.moved(param):
                 self.seen[place] = written(param)

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from stallfree.engine.streams import Event, Stream, Streams
+from stallfree.engine.streams import Point
 
-# Device memory for copies under way: for each direction, if the largest copy fits in; and for what is sent ahead.
-STAGING_BYTES, AHEAD_BYTES = 128 << 20, 1 << 30
+STAGING_BYTES = 128 << 20  # device memory for copies under way in each direction, if the largest copy fits in
 
 
-def ring_bytes(sizes: Sequence[int], calls: int) -> tuple[int, int, int]:
-    """Of staging memory down, up and ahead, when copies have these sizes and a call brings up one part in so many of them.
-
-    calls 0: nothing is sent ahead.
-    """
-    largest = max(sizes, default=0)
-    staging = max(largest, min(STAGING_BYTES, sum(sizes)))
-    return staging, staging, min(AHEAD_BYTES, largest + sum(sizes) // calls) if calls else 0
+def ring_bytes(sizes: Sequence[int]) -> int:
+    """Of staging memory in one direction, when copies have these sizes."""
+    return max([*sizes, min(STAGING_BYTES, sum(sizes))], default=0)
 
 
 @dataclass(slots=True)
@@ -32,31 +26,18 @@ class Share:
     start: int
     end: int
     memory: Tensor
-    used: Event | None = None  # when whoever reads it is done
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A copy on its way up."""
-
-    share: Share
-    event: Event
-
-    def forget(self) -> None:
-        """Nobody will use it."""
-        self.share.used = self.event
+    used: Point | None = None  # when whoever reads it is done; None: nobody has been told to yet
 
 
 class Ring:
-    """Device memory that is handed out in turn to one stream, which waits until it is free again."""
+    """Device memory that is handed out in turn."""
 
     ALIGNMENT = 256  # bytes
 
-    def __init__(self, device: torch.device, streams: Streams) -> None:
-        self._device, self._streams = device, streams
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._held: deque[Share] = deque()  # oldest first
         self._next = 0
-        self._stream: Stream | None = None
         self.grow(0)
 
     def grow(self, nbytes: int) -> None:
@@ -79,19 +60,16 @@ class Ring:
         return start, gone
 
     def has_room(self, nbytes: int) -> bool:
-        """Whether nothing is in the way whose last use has not been enqueued yet."""
+        """Whether nothing is in the way whose last use is not known yet."""
         return nbytes <= self.size and all(share.used is not None for share in self._place(nbytes)[1])
 
-    def take(self, nbytes: int, stream: Stream) -> Share:
-        """Memory that the stream may write from now on."""
+    def take(self, nbytes: int, wait: Callable[[Point], None]) -> Share:
+        """Memory for a stream to write. wait: lets that stream wait, for those that use this memory still."""
         assert nbytes <= self.size
-        if self._stream is not None and stream != self._stream:  # what the last one has waited for counts
-            self._streams.wait(stream, self._streams.record(self._stream))
-        self._stream = stream
         start, gone = self._place(nbytes)
         for share in gone:
             assert share.used is not None, "the staging memory is too small for what is in use at once"
-            self._streams.wait(stream, share.used)
+            wait(share.used)
             self._held.popleft()
         end = start + nbytes
         self._next = -(-end // self.ALIGNMENT) * self.ALIGNMENT

@@ -69,15 +69,3 @@ class BlockSchedule:
 def slots_needed(config: ZenFlowConfig) -> int:
     """Slots of a block: those of a window, and those collected until it is published."""
     return config.max_update_interval + config.lag
-
-
-def publishing_calls(config: ZenFlowConfig) -> int:
-    """Calls over which the publishes of all blocks are spread; 0 if each comes right after its close."""
-    if not config.lag:
-        return 0
-    return config.initial_interval if config.stagger else 1
-
-
-def slot_index(call: int, config: ZenFlowConfig) -> int:
-    """The slot of a call: a pure function, so that reuse is known in advance."""
-    return call % slots_needed(config)

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from stallfree.engine import weights
 from stallfree.engine.blocks import describe
 from stallfree.engine.gradient import Staged, StagedGradient
-from stallfree.engine.host import Task
 from stallfree.engine.window import BlockState, Early, WeightState
 from stallfree.kernels.device import Hyper
+from stallfree.kernels.windows import Call
 
 if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
@@ -35,8 +35,7 @@ class Staging:
 
     def on_gradient(self, state: WeightState) -> None:
         """After each accumulation into a weight's `.grad`."""
-        if self.engine.delay:
-            self.engine.delay("hook")
+        self.engine.lose_time("hook")
         state.passes_seen += 1
         if type(state.weight.param.grad) is StagedGradient:  # it was added to what is staged already
             return
@@ -76,11 +75,12 @@ class Staging:
             grads.append(grad)
         if not block.missing:
             self.stage(block, grads)
+            self.engine.show_arrived(block)
 
     @torch.no_grad()
     def stage(self, block: BlockState, grads: Sequence[Tensor | None]) -> None:
         """Replace gradients by handles: selected rows stay on the device, deferred rows go down to the next call's slot."""
-        engine, half = self.engine, block.half
+        engine = self.engine
         places: list[int] = []
         dense: list[Tensor | None] = [None] * len(grads)
         for place, grad in enumerate(grads):
@@ -98,9 +98,11 @@ class Staging:
                 places.append(place)
         if not places:
             return
-        call, layout = engine.clock.call + 1, half.division.layout
+        call = engine.clock.call + 1
+        engine.turns += 1
+        block.turn = engine.turns
         with engine.link.device_guard():
-            block.slots.fill(call, layout, places, partial(half.split, dense))
+            self._fill(block, places, dense)
         for place in places:
             state = block.weights[place]
             state.staged = staged = Staged(state.weight, call, self)
@@ -108,24 +110,31 @@ class Staging:
         if engine.config.update_in_backward and block.early is None:
             self._replay_early(block, [block.weights[place] for place in places])
 
+    def _fill(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """Take gradients apart and bring the deferred rows down: in one copy, if they are all there are."""
+        link, half, first = self.engine.link, block.half, block.filling is None
+        target, layout = block.take_slot(), half.division.layout
+        assert block.filling is not None
+        after = block.filling.after if first else None
+        with link.staging(target) as staged:
+            half.split(grads, staged)
+            if len(places) == len(layout.segments):
+                link.down(staged, target, after)
+            else:
+                for place in places:
+                    link.down(layout.deferred_rows(staged, place), layout.deferred_rows(target, place), after)
+
     def _replay_early(self, block: BlockState, states: Sequence[WeightState]) -> None:
         """Begin the host update of a block, if its number of backward passes is known."""
         engine = self.engine
         if any(state.passes_expected is None for state in states):
             return
         weights.notice_writes(engine)
-        hypers, call, division = engine.read_hypers(), engine.clock.call + 1, block.half.division
-        arrived = block.slots.arrival(call)
-        tasks = [(state, hypers[state.weight.param]) for state in states]
-
-        def work() -> None:
-            arrived()
-            for state, hyper in tasks:
-                gradient = state.gradient(call, division, hyper, 1.0)
-                engine.worker.kernel.replay(state.host.job([gradient], 0.0, gradient.grad))
-
-        (done,) = engine.worker.submit([Task(label(block), work)])
-        block.early = Early(frozenset(state.place for state in states), done)
+        hypers, places = engine.read_hypers(), frozenset(state.place for state in states)
+        settings = tuple(hypers[state.weight.param] if state.place in places else None for state in block.weights)
+        call = Call(block.take_slot(), None, block.scaled(settings))
+        work = engine.host_work(block, (call,), block.half.division.divided, 0.0, tuple(places))
+        block.early = Early(places, engine.worker.submit([work])[0])
 
     # In step()
 
@@ -229,9 +238,8 @@ class Staging:
         block, call = state.block, engine.clock.call + 1
         grads: list[Tensor | None] = [None] * len(block.weights)
         grads[state.place] = total
-        layout = block.half.division.layout
         with engine.link.device_guard():
-            block.slots.fill(call, layout, [state.place], partial(block.half.split, grads))
+            self._fill(block, [state.place], grads)
         staged.factor, staged.zero, staged.consumed, staged.call = None, False, False, call
         state.staged = staged
 
@@ -244,15 +252,15 @@ class Staging:
         if _is_early(state):
             raise RuntimeError(f"the gradient of {staged.weight.name} was applied already; read it between backward and step()")
         block, place = state.block, state.place
-        division, slots = block.half.division, block.slots
+        division = block.half.division
         full = torch.empty_like(staged.weight.param, memory_format=torch.contiguous_format)
         rows = staged.weight.rows_of(full)
-        slots.arrival(staged.call)()
         rows.index_copy_(0, division.selected[place], division.layout.selected_rows(block.half.gradient, place))
         link = self.engine.link
-        with link.device_guard(), link.up(slots.rows(staged.call, division.layout, place)) as (deferred, _):
-            shape = (-1, staged.weight.length)
-            rows.index_copy_(0, division.deferred[place], deferred.view(shape))
+        with link.device_guard():
+            link.wait_down()
+            deferred = link.send(division.layout.deferred_rows(block.take_slot(), place))
+            rows.index_copy_(0, division.deferred[place], deferred)
         return full if staged.factor is None else full.mul_(staged.factor)
 
 

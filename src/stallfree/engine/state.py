@@ -19,7 +19,7 @@ from stallfree.engine.pipeline import Engine
 from stallfree.engine.residents import ResidentState
 from stallfree.engine.schedule import BlockSchedule
 from stallfree.engine.weights import notice_writes
-from stallfree.engine.window import BlockState, CallRecord, CollectedCall, WeightState, Window, written
+from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window, written
 from stallfree.kernels.device import Hyper
 
 
@@ -90,23 +90,28 @@ def _export_weight(block: BlockState, state: WeightState) -> Entry:
 
 
 def _export_slot(collected: CollectedCall, state: WeightState) -> dict[str, Any]:
-    hyper, slots = collected.hypers[state.place], state.block.slots
+    hyper, layout = collected.hypers[state.place], state.block.half.division.layout
     slot: dict[str, Any] = {"call": collected.call, "hyper": None if hyper is None else list(hyper)}
     if hyper is not None:
-        collected.arrived()
-        slot["skipped"] = collected.record.skipped
-        slot["factor"] = collected.record.factor(state.weight.key)
-        slot["grad"] = slots.rows(collected.call, state.block.half.division.layout, state.place)
+        assert collected.memory is not None
+        slot["skipped"] = collected.skipped
+        slot["factor"] = collected.factor(state.weight.key)
+        slot["grad"] = layout.deferred_rows(collected.memory, state.place)
     return slot
 
 
 def _export_window(window: Window, state: WeightState) -> dict[str, Any]:
-    first, division, place = window.calls[0].call, window.division, state.place
+    division, place = window.division, state.place
+    deferred = division.deferred[place]
+    if window.shown:  # during backward already: its slots are free
+        published = state.weight.rows_of(state.weight.param)[deferred]
+    else:
+        published = division.layout.deferred_rows(window.published, place)
     return {
         "due": window.due,
-        "call": first,
-        "deferred": division.deferred[place],
-        "published": state.block.slots.rows(first, division.layout, place),
+        "call": window.calls[0].call,
+        "deferred": deferred,
+        "published": published,
         "hands_over": window.hands_over,
         "dropped": place in window.dropped,
     }
@@ -121,13 +126,16 @@ def abandon(engine: Engine) -> None:
     for block in engine.blocks:
         block.settle()
         if block.early is not None:
-            block.early.done.result()
+            engine.worker.wait(block.early.work)
         block.early = None
         for state in block.weights:
             if state.staged is not None:
                 state.staged.consumed = True
             state.staged, state.passes_seen, state.restored, state.writes = None, 0, None, []
         block.clear()
+        if block.filling is not None:
+            block.give_back([block.filling])
+            block.filling = None
     for param in engine.managed:
         param.grad = None
 
@@ -145,6 +153,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
         engine.seen[engine.managed[param]] = written(param)
     for block in engine.blocks:
         _load_block(engine, block, [checkpoint.entries[param] for param in block.params])
+    engine.await_windows()
 
 
 def _load_resident(resident: ResidentState, saved: Entry) -> None:
@@ -177,8 +186,10 @@ def _load_half(block: BlockState, entries: list[Entry]) -> None:
     half.retention = [None] * len(entries)
     half.follow(_division(block, [saved["selected"] for saved in entries]))
     if block.exchange:
-        held = [saved["selected"].to("cpu", copy=True) for saved in entries]
-        block.exchange.selected = held if half.installed.layout.places else []
+        held = torch.cat([saved["selected"].to("cpu", torch.int32) for saved in entries])
+        block.exchange.host.selected.copy_(
+            held if half.installed.divided else torch.full_like(block.exchange.host.selected, -1)
+        )
 
 
 def _division(block: BlockState, selected: list[Tensor]) -> Division:
@@ -205,7 +216,8 @@ def _load_weight(engine: Engine, state: WeightState, saved: Entry) -> None:
         if "selected_moments" in saved:
             half.rows(half.exp_avg, place).copy_(saved["selected_moments"][0])
             half.rows(half.exp_avg_sq, place).copy_(saved["selected_moments"][1])
-    host.deferred = half.installed.deferred[place].to("cpu")
+    if half.installed.divided:
+        host.deferred.copy_(half.installed.deferred[place])
     state.passes_expected = saved["passes"]
     param = state.weight.param
     param.copy_(saved["published"])
@@ -214,30 +226,33 @@ def _load_weight(engine: Engine, state: WeightState, saved: Entry) -> None:
 
 
 def _load_call(engine: Engine, block: BlockState, slots: tuple[dict[str, Any], ...]) -> CollectedCall:
-    values = torch.ones(1 + len(engine.weights), dtype=torch.float32, device="cpu")
-    values[0] = any(slot.get("skipped", False) for slot in slots)
+    record = torch.ones(1 + len(engine.weights), dtype=torch.float32, device="cpu")
+    record[0] = any(slot.get("skipped", False) for slot in slots)
+    memory = block.take_slot() if any(slot["hyper"] is not None for slot in slots) else None
     for state, slot in zip(block.weights, slots, strict=True):
         if slot["hyper"] is not None:
-            values[1 + state.weight.key] = slot["factor"]
-            block.slots.rows(slot["call"], block.half.division.layout, state.place).copy_(slot["grad"])
-    record = CallRecord(values, lambda: None)
+            assert memory is not None
+            record[1 + state.weight.key] = slot["factor"]
+            block.half.division.layout.deferred_rows(memory, state.place).copy_(slot["grad"])
     hypers = tuple(None if slot["hyper"] is None else Hyper(*slot["hyper"]) for slot in slots)
-    return CollectedCall(slots[0]["call"], record, lambda: None, hypers)
+    slot, block.filling = block.filling, None
+    return CollectedCall(slots[0]["call"], record, hypers, slot, memory)
 
 
 def _load_window(block: BlockState, parts: tuple[dict[str, Any], ...]) -> Window:
-    first = parts[0]["call"]
     selected = []
     for part, state in zip(parts, block.weights, strict=True):
         rest = torch.ones(state.weight.channels, dtype=torch.bool, device="cpu")
         rest[part["deferred"].to("cpu")] = False
         selected.append(rest.nonzero().flatten())  # not in the order of places, which nobody asks for
     division = _division(block, selected)
+    slot = block.pool.take(division.layout.deferred_numel * block.block.dtype.itemsize)
+    memory = slot.rows(block.block.dtype, division.layout.deferred_numel)
     for state, part in zip(block.weights, parts, strict=True):
-        block.slots.rows(first, division.layout, state.place).copy_(part["published"])
-    record = CallRecord(torch.ones(1, dtype=torch.float32, device="cpu"), lambda: None)
+        division.layout.deferred_rows(memory, state.place).copy_(part["published"])
+    record = torch.ones(1, dtype=torch.float32, device="cpu")
     return Window(
-        calls=[CollectedCall(first, record, lambda: None, (None,) * len(parts))],
+        calls=[CollectedCall(parts[0]["call"], record, (None,) * len(parts), slot, memory)],
         due=parts[0]["due"],
         lookahead=0.0,
         division=division,

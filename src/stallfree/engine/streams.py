@@ -1,8 +1,8 @@
-"""The CUDA operations behind a `DeviceLink`: two copy streams, events, and waits for a word in host memory.
+"""The CUDA operations behind a `DeviceLink`: two copy streams, and timelines that order them, computation and the host.
 
 They go to the driver directly, through ctypes: each costs about 2 us of the launching thread, allocates nothing, and gives
-the GIL away. The last matters: a call that found the device's queue full while holding it would keep the worker from
-raising the very flag that the device waits for.
+the GIL away. The last matters: a call that found the device's queue full while holding it would keep other threads from
+whatever the device waits for.
 """
 
 from __future__ import annotations
@@ -10,22 +10,64 @@ from __future__ import annotations
 import ctypes
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 Stream = Any  # torch.cuda.Stream, or what a stand-in for tests uses
 
+RELEASED = 1 << 30  # how far a count jumps when nobody shall wait any more
+_HALF, _MASK = 1 << 31, (1 << 32) - 1
+
+
+class Point(NamedTuple):
+    """A moment on a timeline."""
+
+    timeline: Timeline
+    value: int
+
+    @property
+    def passed(self) -> bool:
+        return (self.timeline.word - self.value) & _MASK < _HALF
+
+
+class Timeline:
+    """A count in a word of host memory, which says how much of some ordered work is done.
+
+    A stream raises the count, or the host's queue; whoever needs the work waits for the count: streams on the device, the
+    queue at a gate, and nobody at all if it has been reached already. Counts are compared modulo 2^32.
+    """
+
+    def __init__(self, memory: Tensor, place: int) -> None:
+        self.memory = memory[place : place + 1]  # int32
+        self.address = self.memory.data_ptr()
+        self._word = ctypes.c_uint32.from_address(self.address)
+        self.value = 0  # the last one that somebody was told to raise it to
+
+    @property
+    def word(self) -> int:
+        return self._word.value
+
+    def next(self) -> Point:
+        self.value = (self.value + 1) & _MASK
+        return Point(self, self.value)
+
+    def now(self) -> Point:
+        """When everything so far is done."""
+        return Point(self, self.value)
+
+    def release(self) -> None:
+        """Let everybody go on who waits for this timeline."""
+        self._word.value = (self.value + RELEASED) & _MASK
+
 
 class Event:
-    """A point in a stream. Recorded once."""
+    """A moment on a stream, with its time. Recorded once."""
 
-    SLEEPS, NO_TIMING = 1, 2  # CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING
-
-    def __init__(self, flags: int) -> None:
+    def __init__(self) -> None:
         self._handle = ctypes.c_void_p()
-        _call("cuEventCreate", ctypes.byref(self._handle), flags)
+        _call("cuEventCreate", ctypes.byref(self._handle), 0)
 
     def record(self, stream: Stream) -> None:
         _call("cuEventRecord", self._handle, stream.cuda_stream)
@@ -40,17 +82,17 @@ class Event:
 
     def query(self) -> bool:
         """Whether it has happened."""
-        return bool(_driver().cuEventQuery(self._handle) == 0)
+        return bool(_functions()["cuEventQuery"](self._handle) == 0)
 
     def elapsed_time(self, end: Event) -> float:
-        """Milliseconds from this event to a later one; both with timing, both happened."""
+        """Milliseconds from this event to a later one; both happened."""
         milliseconds = ctypes.c_float()
         _call("cuEventElapsedTime", ctypes.byref(milliseconds), self._handle, end._handle)
         return milliseconds.value
 
     def __del__(self) -> None:
         if self._handle:
-            _driver().cuEventDestroy_v2(self._handle)  # may be pending: it is released when it has happened
+            _functions()["cuEventDestroy_v2"](self._handle)  # may be pending: it is released when it has happened
 
 
 class Streams:
@@ -59,12 +101,6 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.to_host, self.to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._context = ctypes.c_void_p()
-        _call("cuStreamGetCtx", self.to_host.cuda_stream, ctypes.byref(self._context))
-
-    def enter_thread(self) -> None:
-        """A new thread has no context, which the driver's calls need."""
-        _call("cuCtxSetCurrent", self._context)
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Inside, the driver's calls are about this device."""
@@ -73,9 +109,8 @@ class Streams:
     def current(self) -> Stream:
         return torch.cuda.current_stream(self.device)
 
-    def record(self, stream: Stream, *, sleeps: bool = False, timing: bool = False) -> Event:
-        """sleeps: a thread that waits for the event gives its core away."""
-        event = Event((0 if timing else Event.NO_TIMING) | (Event.SLEEPS if sleeps else 0))
+    def record(self, stream: Stream) -> Event:
+        event = Event()
         event.record(stream)
         return event
 
@@ -88,9 +123,13 @@ class Streams:
         if source.nbytes:
             _call("cuMemcpyAsync", target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream)
 
-    def wait_value(self, stream: Stream, address: int, value: int) -> None:
-        """What is enqueued next waits until the 32-bit word at a registered address is at least `value`, cyclically."""
-        _call("cuStreamWaitValue32_v2", stream.cuda_stream, address, value, 0)  # 0: greater or equal
+    def raise_to(self, stream: Stream, point: Point) -> None:
+        """Let a stream raise a timeline's count when it gets there: all it did before is visible to whoever sees the count."""
+        _call("cuStreamWriteValue32_v2", stream.cuda_stream, point.timeline.address, point.value, 0)
+
+    def wait_for(self, stream: Stream, point: Point) -> None:
+        """What is enqueued next waits for a moment on a timeline."""
+        _call("cuStreamWaitValue32_v2", stream.cuda_stream, point.timeline.address, point.value, 0)  # 0: greater or equal
 
     def register(self, memory: Tensor) -> None:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
@@ -98,17 +137,21 @@ class Streams:
     def unregister(self, memory: Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
+    def synchronize(self, stream: Stream | None = None) -> None:
+        """Let the calling thread wait for a stream, or for the device."""
+        if stream is None:
+            torch.cuda.synchronize(self.device)
+        else:
+            _call("cuStreamSynchronize", stream.cuda_stream)
 
 
 _HANDLE, _ADDRESS = ctypes.c_void_p, ctypes.c_uint64
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuMemcpyAsync": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _HANDLE),
     "cuStreamWaitValue32_v2": (_HANDLE, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
-    "cuStreamGetCtx": (_HANDLE, ctypes.POINTER(_HANDLE)),
-    "cuCtxSetCurrent": (_HANDLE,),
+    "cuStreamWriteValue32_v2": (_HANDLE, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
     "cuStreamWaitEvent": (_HANDLE, _HANDLE, ctypes.c_uint),
+    "cuStreamSynchronize": (_HANDLE,),
     "cuEventCreate": (ctypes.POINTER(_HANDLE), ctypes.c_uint),
     "cuEventDestroy_v2": (_HANDLE,),
     "cuEventRecord": (_HANDLE, _HANDLE),
@@ -120,18 +163,18 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 @cache
-def _driver() -> ctypes.CDLL:
+def _functions() -> dict[str, Any]:
     library = ctypes.CDLL("libcuda.so.1")
-    for name, arguments in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = arguments, ctypes.c_int
-    return library
+    functions = {name: getattr(library, name) for name in _FUNCTIONS}
+    for name, function in functions.items():
+        function.argtypes, function.restype = _FUNCTIONS[name], ctypes.c_int
+    return functions
 
 
 def _call(name: str, *arguments: Any) -> None:
-    driver = _driver()
-    status = getattr(driver, name)(*arguments)
+    functions = _functions()
+    status = functions[name](*arguments)
     if status:
         text = ctypes.c_char_p()
-        driver.cuGetErrorString(status, ctypes.byref(text))
+        functions["cuGetErrorString"](status, ctypes.byref(text))
         raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()} ({status})")

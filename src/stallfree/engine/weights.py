@@ -27,12 +27,14 @@ def flush(engine: Engine) -> None:
     try:
         for block in engine.blocks:
             _finish(engine, block)
-            values = _host_rows(block)
+            values, division = _host_rows(block), block.half.installed
             for state in block.weights:
-                block.half.installed.layout.deferred_rows(values, state.place).copy_(state.host.master[state.host.deferred])
+                rows = state.host.rows(division.divided)
+                division.layout.deferred_rows(values, state.place).copy_(state.host.master[rows])
             _publish(engine, block, values)
     finally:  # what an interrupted flush has written is not from outside
         engine.mark_written()
+        engine.await_windows()
     engine.exact_at = engine.clock.call
 
 
@@ -58,10 +60,11 @@ def _finish(engine: Engine, block: BlockState) -> None:
 def _replay_now(engine: Engine, state: WeightState) -> None:
     """Apply what the open window holds of one weight, once: whoever waits for it may be interrupted."""
     block = state.block
-    gradients = tuple(state.gradients(block.open, block.half.installed))
+    division = block.half.installed
+    gradients = tuple(state.gradients(block.open, division))
     block.open = [collected.without(state.place) for collected in block.open]
     if gradients:
-        engine.run(state, state.host.job(gradients, 0.0, None))
+        engine.run(state, state.host.job(gradients, division.divided, 0.0, None))
 
 
 @contextmanager
@@ -97,7 +100,8 @@ def _show_exact(engine: Engine, block: BlockState) -> None:
     values, division = _host_rows(block), block.half.installed
     for state in block.weights:
         out = division.layout.deferred_rows(values, state.place)
-        engine.run(state, state.host.job(tuple(state.gradients(block.open, division)), 0.0, out, commit=False))
+        gradients = tuple(state.gradients(block.open, division))
+        engine.run(state, state.host.job(gradients, division.divided, 0.0, out, commit=False))
     _publish(engine, block, values)
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -14,11 +13,13 @@ from stallfree.engine.device import Division, SelectedState
 from stallfree.engine.exchange import Exchange
 from stallfree.engine.gradient import Staged
 from stallfree.engine.host import HostState
-from stallfree.engine.ring import Arrival
 from stallfree.engine.schedule import BlockSchedule
-from stallfree.engine.transfer import HostWork, Link, Ready, Slots
+from stallfree.engine.slots import Slot, SlotPool
+from stallfree.engine.streams import Point
+from stallfree.engine.transfer import Arrival, Link
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import SlotGradient
+from stallfree.kernels.windows import HostBlock
 
 
 class WeightState:
@@ -42,34 +43,13 @@ class WeightState:
         return (*flats, (half.installed.layout.places_of(half.steps, self.place), host.steps))
 
     def gradients(self, calls: Sequence[CollectedCall], division: Division) -> Iterator[SlotGradient]:
-        """The collected gradients of this weight that count, oldest first. Waits for their copies."""
+        """The collected gradients of this weight that count, oldest first. They and their records have come down."""
         for collected in calls:
             hyper = collected.hypers[self.place]
-            if hyper is not None and not collected.record.skipped:
-                collected.arrived()
-                yield self.gradient(collected.call, division, hyper, collected.record.factor(self.weight.key))
-
-    def gradient(self, call: int, division: Division, hyper: Hyper, factor: float) -> SlotGradient:
-        """The deferred gradient of one call, which has arrived."""
-        lr = hyper.lr * self.host.config.deferred_lr_scale
-        rows = self.block.slots.rows(call, division.layout, self.place)
-        return SlotGradient(rows, lr, hyper.beta1, hyper.beta2, hyper.eps, hyper.weight_decay, factor)
-
-
-@dataclass(frozen=True, slots=True)
-class CallRecord:
-    """What the host learns of a call: whether the device skipped it, and each weight's gradient factor."""
-
-    values: Tensor  # [1 + weights] fp32: the skip flag, the factors by weight.key
-    ready: Ready
-
-    @property
-    def skipped(self) -> bool:
-        self.ready()
-        return bool(self.values[0])
-
-    def factor(self, key: int) -> float:
-        return float(self.values[1 + key])
+            if hyper is not None and not collected.skipped:
+                assert collected.memory is not None
+                rows = division.layout.deferred_rows(collected.memory, self.place)
+                yield SlotGradient(rows, *self.host.scaled(hyper), collected.factor(self.weight.key))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +57,22 @@ class CollectedCall:
     """A call in a block's window."""
 
     call: int
-    record: CallRecord
-    arrived: Ready  # the slot's: as of this call, because the slot may have been filled again when the worker asks
+    record: Tensor  # host memory, [1 + weights] fp32: whether the device skipped the call, gradients' factors by weight.key
     hypers: tuple[Hyper | None, ...]  # by weight of the block; None: no gradient in that call
+    slot: Slot | None  # None: no gradient at all
+    memory: Tensor | None  # the slot's content: the block's deferred rows
+
+    @property
+    def skipped(self) -> bool:
+        return bool(self.record[0])
+
+    def factor(self, key: int) -> float:
+        return float(self.record[1 + key])
 
     def without(self, place: int) -> CollectedCall:
         """The same, with one weight's gradient taken out."""
         hypers = tuple(None if other == place else hyper for other, hyper in enumerate(self.hypers))
-        return CollectedCall(self.call, self.record, self.arrived, hypers)
+        return CollectedCall(self.call, self.record, hypers, self.slot, self.memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,42 +80,55 @@ class Early:
     """Host work that began during backward."""
 
     places: frozenset[int]  # the weights that it updates
-    done: Future[None]
+    work: Point
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Window:
     """What a block collected, from the close to the publish."""
 
-    calls: list[CollectedCall]
+    calls: list[CollectedCall]  # those with a slot; what is published takes the place of the first one's gradients
     due: int
     lookahead: float
     division: Division  # of its gradients; it publishes the deferred channels
-    hands_over: bool = False  # its publish shows the channels that have arrived on the device
-    merge: Callable[[], None] | None = None  # what the worker does about them after the replay
-    work: HostWork = field(default_factory=HostWork)  # its replay
-    ahead: Arrival | None = None  # what it publishes, on its way up already
+    hands_over: bool = False  # with its publish, channels arrive on the device
+    work: Point | None = None  # its replay; None: done
+    arrival: Arrival | None = None  # what it publishes, on its way up already
+    shown: bool = False  # published, or there is nothing left to publish
     dropped: set[int] = field(default_factory=set)  # weights whose publish an outside write made void
 
-    def forget(self) -> None:
-        """Nothing of it will be published."""
-        if self.ahead is not None:
-            self.ahead.forget()
+    @property
+    def published(self) -> Tensor:
+        """Host memory of the deferred rows that are to be shown."""
+        assert self.calls[0].memory is not None
+        return self.calls[0].memory
+
+    @property
+    def slots(self) -> list[Slot]:
+        return [collected.slot for collected in self.calls if collected.slot is not None]
 
 
 class BlockState:
-    """A block: both halves, its slots and flag, its schedule, its open window and those on their way to the publish."""
+    """A block: both halves, its schedule, its open window and those on their way to the publish."""
 
-    def __init__(self, block: Block, half: SelectedState, link: Link, config: ZenFlowConfig) -> None:
-        self.block, self.half, self.link = block, half, link
+    def __init__(self, block: Block, half: SelectedState, link: Link, pool: SlotPool, config: ZenFlowConfig) -> None:
+        self.block, self.half, self.link, self.pool = block, half, link, pool
+        self.scale = config.deferred_lr_scale
         self.weights = [WeightState(weight, self, place, config) for place, weight in enumerate(block.weights)]
-        hosts = [state.host for state in self.weights]
-        self.exchange = Exchange(half, hosts, link) if half.chosen.places else None
-        self.slots, self.flag = Slots(block, link, config), link.flag()
+        self.exchange = Exchange(half, link) if half.chosen.places else None
+        self.host = HostBlock(
+            weights=tuple(state.host.kept for state in self.weights),
+            record_start=1 + block.weights[0].key,
+            rule=config.rule,
+            dtype=block.dtype,
+            exchange=self.exchange.host if self.exchange else None,
+        )
         self.schedule = BlockSchedule(block.phase)
+        self.filling: Slot | None = None  # the slot of the call under way
+        self.turn = 0  # when it was staged, among the blocks of a call
         self.open: list[CollectedCall] = []
         self.queue: list[Window] = []
-        self.work = HostWork()  # the last that the worker was given; it works in order
+        self.work: Point | None = None  # the last that the host was given; it works in order
         self.early: Early | None = None
         self.missing = len(self.weights)  # weights whose gradients are expected and not ready
 
@@ -142,13 +143,29 @@ class BlockState:
     @property
     def host_nbytes(self) -> int:
         exchange = self.exchange.nbytes if self.exchange else 0
-        return sum(state.host.nbytes for state in self.weights) + self.slots.nbytes + exchange
+        return sum(state.host.nbytes for state in self.weights) + exchange
+
+    def take_slot(self) -> Tensor:
+        """Room for the deferred rows of the call under way."""
+        if self.filling is None:
+            self.filling = self.pool.take(self.half.division.layout.deferred_numel * self.block.dtype.itemsize)
+        return self.filling.rows(self.block.dtype, self.half.division.layout.deferred_numel)
+
+    def give_back(self, slots: Sequence[Slot]) -> None:
+        """Nobody needs what these slots hold, once it has been read for the device."""
+        self.pool.give(slots, self.link.read_up())
+
+    def scaled(self, hypers: tuple[Hyper | None, ...]) -> tuple[Hyper | None, ...]:
+        """A call's settings as deferred channels have them."""
+        if self.scale == 1:
+            return hypers
+        return tuple(None if hyper is None else self.weights[0].host.scaled(hyper) for hyper in hypers)
 
     def reset(self) -> None:
         """As at construction, from the weights as they are now."""
         self.half.reset()
         if self.exchange:
-            self.exchange.selected = []
+            self.exchange.host.selected.fill_(-1)
         for state in self.weights:
             state.host.reset()
             state.passes_expected = None
@@ -158,16 +175,27 @@ class BlockState:
 
         Also for that of windows which have been published: where the device waits, the launching thread is ahead of it.
         """
-        self.link.wait(self.work)
+        if self.work is not None:
+            self.link.wait(self.work)
+        self.link.wait_down()
         if self.half.handover is not None:
             assert self.exchange is not None
-            self.exchange.receive(HostWork())
+            self.exchange.receive_now()
 
     def clear(self) -> None:
         """Let go of what has been collected."""
         for window in self.queue:
-            window.forget()
+            self.forget(window)
+        self.give_back([collected.slot for collected in self.open if collected.slot is not None])
         self.open, self.queue = [], []
+
+    def forget(self, window: Window) -> None:
+        """Nothing of a window will be published."""
+        if not window.shown:
+            window.shown = True
+            if window.arrival is not None:
+                window.arrival.forget()
+            self.give_back(window.slots)
 
     def expect(self) -> None:
         """Begin to wait for the gradients of the next call: of those weights that had one in this call."""

@@ -6,8 +6,10 @@ import warnings
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from stallfree.kernels.block import BlockKernel, TorchBlock
+from stallfree.kernels.queue import HostQueue, TorchQueue
 from stallfree.kernels.replay import HostKernel
 
 
@@ -23,6 +25,11 @@ def host_kernel(name: str, threads: int, cores: Sequence[int] | None) -> HostKer
     from stallfree.kernels.native import NativeReplay
 
     return NativeReplay(threads, cores)
+
+
+def host_queue(kernel: HostKernel, done: Tensor, overlap: bool) -> HostQueue:
+    """The queue that suits a host kernel."""
+    return TorchQueue(kernel, done, overlap)
 
 
 def block_kernel(device: torch.device) -> BlockKernel:
