@@ -14,13 +14,13 @@ import torch
 
 from stallfree.kernels.replay import ReplayJob, check_job
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 LIBRARY = Path(__file__).with_name("_replay.so")
 
 _ISAS = ("portable", "avx2", "avx512", "avx512-rsqrt")
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_RULES = {"replay": 0, "mean": 1}
-_BAD_ROWS, _STEPS_OVERFLOW, _FORKED, _ISA_UNSUPPORTED, _CANNOT_PIN, _OUT_OF_MEMORY = 1, 2, 3, 4, 6, 7
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+RULES = {"replay": 0, "mean": 1}
+_BAD_ROWS, _STEPS_OVERFLOW, _FORKED, _ISA_UNSUPPORTED, _CANNOT_PIN, _OUT_OF_MEMORY, _BAD_HYPERS = 1, 2, 3, 4, 6, 7, 9
 
 
 class _Slot(ctypes.Structure):
@@ -94,7 +94,7 @@ class NativeReplay:
         status = library.stallfree_pool_create(threads, core_numbers, _ISAS.index(isa), ctypes.byref(pool))
         if status:
             error = ValueError if status in (_ISA_UNSUPPORTED, _CANNOT_PIN) else RuntimeError
-            raise error(f"{self.name} with {threads} threads on cores {cores}: {_message(status)}")
+            raise error(f"{self.name} with {threads} threads on cores {cores}: {message(status)}")
         self._pool = pool.value
         self._owner = os.getpid()
         self._lock = threading.Lock()  # close() must not end threads that are at work
@@ -110,17 +110,25 @@ class NativeReplay:
         """
         native = _pack(job)
         if os.getpid() != self._owner:  # before the lock: another thread of the parent may have held it in the fork
-            raise RuntimeError(_message(_FORKED))
+            raise RuntimeError(message(_FORKED))
         with self._lock:
             if not self._end.alive:
                 raise RuntimeError("this kernel is closed")
             status = load_library().stallfree_replay(self._pool, ctypes.byref(native))
-        if status in (_BAD_ROWS, _STEPS_OVERFLOW):
-            raise ValueError(_message(status))
-        if status == _OUT_OF_MEMORY:
-            raise MemoryError
         if status:
-            raise RuntimeError(_message(status))
+            raise failure(status)
+
+    @property
+    def pool(self) -> int:
+        """The library's handle of the threads, for a queue, which shares them.
+
+        Raises:
+            RuntimeError: the kernel is closed.
+        """
+        if not self._end.alive:
+            raise RuntimeError("this kernel is closed")
+        assert self._pool is not None
+        return self._pool
 
     def close(self) -> None:
         """End the kernel's threads, after the job that runs, if one does. Idempotent; does nothing in a forked child."""
@@ -148,10 +156,10 @@ def _pack(job: ReplayJob) -> _Job:
         length=job.master.shape[1],
         row_count=job.rows.numel(),
         slot_count=len(job.slots),
-        grad_dtype=_DTYPES[job.slots[0].grad.dtype] if job.slots else 0,
-        moment_dtype=_DTYPES[job.exp_avg.dtype],
-        out_dtype=0 if job.out is None else _DTYPES[job.out.dtype],
-        rule=_RULES[job.rule],
+        grad_dtype=DTYPES[job.slots[0].grad.dtype] if job.slots else 0,
+        moment_dtype=DTYPES[job.exp_avg.dtype],
+        out_dtype=0 if job.out is None else DTYPES[job.out.dtype],
+        rule=RULES[job.rule],
         commit=job.commit,
         lookahead=job.lookahead,
         key=job.key & (1 << 64) - 1,
@@ -196,5 +204,13 @@ def best_isa() -> str:
     return _ISAS[load_library().stallfree_best_isa()]
 
 
-def _message(status: int) -> str:
+def failure(status: int) -> Exception:
+    """What to raise for a status of the library that is an error."""
+    if status in (_BAD_ROWS, _STEPS_OVERFLOW, _BAD_HYPERS):
+        return ValueError(message(status))
+    return MemoryError(message(status)) if status == _OUT_OF_MEMORY else RuntimeError(message(status))
+
+
+def message(status: int) -> str:
+    """One sentence for a status of the library."""
     return str(load_library().stallfree_message(status).decode())

@@ -108,24 +108,24 @@ def check_job(job: ReplayJob) -> None:
     if job.master.ndim != 2:
         raise ValueError(f"master must be [channels, length], not of shape {tuple(job.master.shape)}")
     shape = job.master.shape
-    _check_array("master", job.master, shape, (torch.float32,))
-    _check_array("exp_avg", job.exp_avg, shape, MOMENT_DTYPES)
-    _check_array("exp_avg_sq", job.exp_avg_sq, shape, (job.exp_avg.dtype,))
-    _check_array("steps", job.steps, shape[:1], (torch.int32,))
-    _check_array("rows", job.rows, (job.rows.numel(),), (torch.int64,))
+    check_array("master", job.master, shape, (torch.float32,))
+    check_array("exp_avg", job.exp_avg, shape, MOMENT_DTYPES)
+    check_array("exp_avg_sq", job.exp_avg_sq, shape, (job.exp_avg.dtype,))
+    check_array("steps", job.steps, shape[:1], (torch.int32,))
+    check_array("rows", job.rows, (job.rows.numel(),), (torch.int64,))
     window = (job.rows.numel(), shape[1])
     for i, slot in enumerate(job.slots):
-        _check_array(f"slots[{i}].grad", slot.grad, window, GRADIENT_DTYPES if i == 0 else (job.slots[0].grad.dtype,))
+        check_array(f"slots[{i}].grad", slot.grad, window, GRADIENT_DTYPES if i == 0 else (job.slots[0].grad.dtype,))
         if not (0 <= slot.beta1 < 1 and 0 <= slot.beta2 < 1 and slot.eps >= 0):
             raise ValueError(f"slots[{i}]: betas {slot.beta1, slot.beta2} must be in [0, 1) and eps {slot.eps} at least 0")
     if job.rule not in ("replay", "mean"):
         raise ValueError(f'rule must be "replay" or "mean", not {job.rule!r}')
     if job.out is not None:
-        _check_array("out", job.out, window, GRADIENT_DTYPES)
+        check_array("out", job.out, window, GRADIENT_DTYPES)
         _check_sharing(job, job.out)
 
 
-def _check_array(name: str, array: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
+def check_array(name: str, array: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
     if array.shape != shape:
         raise ValueError(f"{name} must be of shape {tuple(shape)}, not {tuple(array.shape)}")
     if array.dtype not in dtypes:

@@ -1,9 +1,10 @@
-// The driver: checks a job, turns hyperparameters into fp32 constants, cuts the work and shares it among threads.
+// The driver: checks jobs, turns hyperparameters into fp32 constants, cuts the work and shares it among threads.
 #include "replay.h"
 
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <deque>
 #include <mutex>
 #include <new>
 #include <system_error>
@@ -14,8 +15,8 @@
 #include <xmmintrin.h>
 #endif
 
+#include "driver.h"
 #include "plan.h"
-#include "pool.h"
 
 struct stallfree_pool {
   stallfree_pool(int32_t threads, const int32_t* cores, const stallfree::Table& table)
@@ -23,7 +24,8 @@ struct stallfree_pool {
 
   stallfree::Pool threads;
   const stallfree::Table& table;
-  std::mutex one_job;
+  std::mutex one_task;
+  std::atomic<int> owners{1};  // whoever created it, and its queues
 };
 
 namespace stallfree {
@@ -94,10 +96,9 @@ class Window {
     plan_.commit = job.commit && job.slot_count > 0;
     const int64_t share = elements() / (8 * threads);
     chunk_ = std::clamp((share + kChunkAlign - 1) / kChunkAlign * kChunkAlign, kMinChunk, kMaxChunk);
-    participants_ = static_cast<int>(std::clamp<int64_t>((elements() + chunk_ - 1) / chunk_, 1, threads));
   }
 
-  int participants() const { return participants_; }
+  int64_t chunks() const { return (elements() + chunk_ - 1) / chunk_; }
 
   void work(int worker) {
     const DefaultFloatingPoint scope;
@@ -182,7 +183,6 @@ class Window {
   std::vector<Step> steps_;  // [threads][step_count_]
   Plan plan_;
   int64_t chunk_;
-  int participants_;
   std::atomic<int64_t> next_{0};
 };
 
@@ -232,7 +232,41 @@ bool has_fast_divider() {
 #endif
 }
 
+bool has_effect(const stallfree_job& job) {
+  return job.row_count > 0 && job.length > 0 && (job.out || (job.commit && job.slot_count > 0));
+}
+
 }  // namespace
+
+int32_t replay_all(stallfree_pool* pool, const stallfree_job* jobs, int32_t count) {
+  if (!pool->threads.usable()) return STALLFREE_FORKED;
+  for (int32_t i = 0; i < count; ++i)
+    if (const int32_t status = check(jobs[i])) return status;
+  const int threads = pool->threads.threads();
+  std::deque<Window> windows;
+  int64_t chunks = 0;
+  for (int32_t i = 0; i < count; ++i) {
+    if (!has_effect(jobs[i])) continue;
+    windows.emplace_back(jobs[i], pool->table[jobs[i].grad_dtype][jobs[i].moment_dtype], threads);
+    chunks += windows.back().chunks();
+  }
+  if (windows.empty()) return STALLFREE_OK;
+  const auto work = [](void* context, int worker) {
+    for (Window& window : *static_cast<std::deque<Window>*>(context)) window.work(worker);
+  };
+  run_on(pool, work, &windows, chunks);
+  for (const Window& window : windows) window.advance_steps();
+  return STALLFREE_OK;
+}
+
+void run_on(stallfree_pool* pool, Task task, void* context, int64_t participants) {
+  const std::lock_guard<std::mutex> lock(pool->one_task);
+  const int64_t most = pool->threads.threads();
+  pool->threads.run(task, context, static_cast<int>(std::clamp<int64_t>(participants, 1, most)));
+}
+
+void retain(stallfree_pool* pool) { pool->owners.fetch_add(1); }
+
 }  // namespace stallfree
 
 extern "C" {
@@ -262,24 +296,15 @@ int32_t stallfree_pool_create(int32_t threads, const int32_t* cores, int32_t isa
 
 void stallfree_pool_destroy(stallfree_pool* pool) {
   // In a forked child there is no thread to join, and ending the pool without joining ends the process: leave it to the exit.
-  if (pool->threads.usable()) delete pool;
+  if (pool->threads.usable() && pool->owners.fetch_sub(1) == 1) delete pool;
 }
 
 int32_t stallfree_replay(stallfree_pool* pool, const stallfree_job* job) {
-  if (!pool->threads.usable()) return STALLFREE_FORKED;
-  if (const int32_t status = stallfree::check(*job)) return status;
-  const bool publishes = job->out != nullptr, updates = job->commit && job->slot_count > 0;
-  if (job->row_count * job->length == 0 || !(publishes || updates)) return STALLFREE_OK;
   try {
-    stallfree::Window window(*job, pool->table[job->grad_dtype][job->moment_dtype], pool->threads.threads());
-    const std::lock_guard<std::mutex> lock(pool->one_job);
-    pool->threads.run([](void* context, int worker) { static_cast<stallfree::Window*>(context)->work(worker); }, &window,
-                      window.participants());
-    window.advance_steps();
+    return stallfree::replay_all(pool, job, 1);
   } catch (const std::bad_alloc&) {
     return STALLFREE_OUT_OF_MEMORY;
   }
-  return STALLFREE_OK;
 }
 
 const char* stallfree_message(int32_t status) {
@@ -292,6 +317,8 @@ const char* stallfree_message(int32_t status) {
     case STALLFREE_NO_THREADS: return "the system refused to start a thread";
     case STALLFREE_CANNOT_PIN: return "the system refused to bind a thread to one of the cores asked for";
     case STALLFREE_OUT_OF_MEMORY: return "out of memory";
+    case STALLFREE_GIVEN_UP: return "the queue was closed before the gradients had arrived";
+    case STALLFREE_BAD_HYPERS: return "betas must be in [0, 1) and eps at least 0";
     default: return "unknown status";
   }
 }

@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 // Changes whenever a struct or a function below does; native.py refuses a library with another number.
-#define STALLFREE_ABI_VERSION 3
+#define STALLFREE_ABI_VERSION 4
 
 #define STALLFREE_EXPORT __attribute__((visibility("default")))
 
@@ -40,6 +40,8 @@ enum stallfree_status {
   STALLFREE_NO_THREADS = 5,       // the system refused to start a thread
   STALLFREE_CANNOT_PIN = 6,       // the system refused to bind a thread to its core
   STALLFREE_OUT_OF_MEMORY = 7,
+  STALLFREE_GIVEN_UP = 8,         // a queue was stopped before a gate opened (queue.h)
+  STALLFREE_BAD_HYPERS = 9,       // queue.h; replay.py checks them for a job
 };
 
 typedef struct stallfree_slot {
@@ -73,7 +75,7 @@ STALLFREE_EXPORT int32_t stallfree_best_isa(void);
 // per thread, all of them are the pool's own, bound to those cores, and the caller sleeps.
 STALLFREE_EXPORT int32_t stallfree_pool_create(int32_t threads, const int32_t* cores, int32_t isa, stallfree_pool** pool);
 
-// Joins the pool's threads. No job may be running.
+// Gives the pool up; without a queue on it, joins its threads. No job of the caller may be running.
 STALLFREE_EXPORT void stallfree_pool_destroy(stallfree_pool* pool);
 
 // Runs a job to its end. On an error nothing has been changed. Callers on several threads take turns.
