@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -119,8 +120,13 @@ class HostWorker:
         """Of the first work that failed; none is begun after it."""
         return self.queue.error
 
+    def finish(self) -> None:
+        """Wait for what was submitted, unless something failed."""
+        with suppress(HostError):
+            self.queue.drain()
+
     def close(self) -> None:
-        """Finish what was submitted and end the threads. Idempotent."""
+        """End the threads; what waits for the device still is given up. Idempotent."""
         self.queue.close()
         self.kernel.close()
 

@@ -447,7 +447,11 @@ class Engine:
         _open.discard(self)
         while self._hooks:
             self._hooks.pop().remove()
-        self.worker.close()
-        self.link.close()
+        try:
+            self.link.wait_down()  # the host waits for what is on its way down
+            self.worker.finish()
+        finally:
+            self.worker.close()
+            self.link.close()
         self.paused = why
         self.seen.clear()  # memory of a model that may move now

@@ -99,7 +99,7 @@ class SlotPool:
 
     def _grow(self, size: int) -> None:
         size = pages(size)
-        self._chunks.append((self._room.size, memoryview(self._allocate(size).numpy())))
+        self._chunks.append((self._room.size, self._allocate(size).numpy().data))
         self._room.add(size)
 
     def take(self, nbytes: int) -> Slot:

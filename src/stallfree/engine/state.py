@@ -235,8 +235,8 @@ def _load_call(engine: Engine, block: BlockState, slots: tuple[dict[str, Any], .
             record[1 + state.weight.key] = slot["factor"]
             block.half.division.layout.deferred_rows(memory, state.place).copy_(slot["grad"])
     hypers = tuple(None if slot["hyper"] is None else Hyper(*slot["hyper"]) for slot in slots)
-    slot, block.filling = block.filling, None
-    return CollectedCall(slots[0]["call"], record, hypers, slot, memory)
+    filled, block.filling = block.filling, None
+    return CollectedCall(slots[0]["call"], record, hypers, filled, memory)
 
 
 def _load_window(block: BlockState, parts: tuple[dict[str, Any], ...]) -> Window:

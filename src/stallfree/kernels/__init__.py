@@ -29,6 +29,12 @@ def host_kernel(name: str, threads: int, cores: Sequence[int] | None) -> HostKer
 
 def host_queue(kernel: HostKernel, done: Tensor, overlap: bool) -> HostQueue:
     """The queue that suits a host kernel."""
+    from stallfree.kernels.native import NativeReplay
+
+    if isinstance(kernel, NativeReplay):
+        from stallfree.kernels.native_queue import NativeQueue
+
+        return NativeQueue(kernel, done, overlap)
     return TorchQueue(kernel, done, overlap)
 
 
