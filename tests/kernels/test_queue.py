@@ -3,6 +3,8 @@
 import copy
 import gc
 import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -367,6 +369,20 @@ def test_a_queue_that_is_forgotten_ends(kind):
     del queue
     gc.collect()
     assert end() is None
+
+
+def test_a_process_ends_with_windows_in_flight(kind):
+    """Also with one whose gate nobody opens."""
+    program = f"""
+import sys
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from test_queue import Gate, make_block, make_queue, make_window, word
+gate, block = word(), make_block(shapes=((512, 1024, 2),) * 3)
+queue = make_queue({kind!r}, word())
+queue.submit([make_window(block) for _ in range(9)] + [make_window(block, gates=(Gate(gate.data_ptr(), 1),))])
+del block
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
 def test_a_forked_child_is_refused_and_ends_nothing(start):

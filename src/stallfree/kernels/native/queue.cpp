@@ -20,9 +20,10 @@
 namespace stallfree {
 namespace {
 
-// A gate that is about to open is met spinning; one that is far is polled, so that the core is free for others.
+// A gate that is about to open is met spinning; one that is far is polled, so that the core is free for others: after a
+// 64th of the time waited so far, within these bounds.
 constexpr int kSpins = 2000;
-constexpr long kPollNanoseconds = 20000;
+constexpr int64_t kPollNanoseconds = 20000, kLongPollNanoseconds = 100000;
 constexpr uint32_t kFarAhead = 1u << 30;
 constexpr size_t kHistory = 4096;
 
@@ -33,7 +34,8 @@ int64_t now_ns() { return std::chrono::nanoseconds(std::chrono::steady_clock::no
 bool reached(uint32_t now, uint32_t value) { return static_cast<int32_t>(now - value) >= 0; }
 
 bool wait_for(const stallfree_gate& gate, const std::atomic<bool>& stopping) {
-  for (int spin = 0;; ++spin) {
+  int64_t begin = 0;
+  for (int64_t spin = 0;; ++spin) {
     if (reached(__atomic_load_n(gate.word, __ATOMIC_ACQUIRE), static_cast<uint32_t>(gate.value))) return true;
     if (stopping.load(std::memory_order_relaxed)) return false;
     if (spin < kSpins) {
@@ -41,7 +43,8 @@ bool wait_for(const stallfree_gate& gate, const std::atomic<bool>& stopping) {
       __builtin_ia32_pause();
 #endif
     } else {
-      const timespec poll{0, kPollNanoseconds};
+      if (spin == kSpins) begin = now_ns();
+      const timespec poll{0, std::clamp((now_ns() - begin) / 64, kPollNanoseconds, kLongPollNanoseconds)};
       nanosleep(&poll, nullptr);
     }
   }
