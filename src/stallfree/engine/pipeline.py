@@ -177,8 +177,8 @@ class Engine:
         dense = [[resident.param.grad for resident in group.residents] for group in self.groups]
         skip, clip, factors, record = self._judge([grad for grads in dense for grad in grads if grad is not None])
         self._show_coming()
-        for block in self.blocks:
-            self._publish_due(block)
+        for block in sorted(self.blocks, key=lambda block: block.exchange is None or block.exchange.arrival is None):
+            self._publish_due(block)  # first where there is something on the device that keeps others from coming up
         clips = clip.repeat(max((len(grads) for grads in dense), default=0))
         for group, grads in zip(self.groups, dense, strict=True):
             group.step(grads, [hypers.get(resident.param) for resident in group.residents], clips, skip)
