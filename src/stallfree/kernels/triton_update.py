@@ -176,10 +176,11 @@ class TritonUpdate:
 
     def _arrange(self, hypers: list[Hyper | None]) -> None:
         """Prepare steps with these settings."""
-        objects = {id(hyper): hyper for hyper in hypers}  # few: mostly one for each group of parameters
+        names = list(map(id, hypers))
+        objects = dict(zip(names, hypers, strict=True))  # few: mostly one for each group of parameters
         places: dict[Hyper, int] = {}
-        place_of = {key: -1 if hyper is None else places.setdefault(hyper, len(places)) for key, hyper in objects.items()}
-        pattern = tuple([place_of[id(hyper)] for hyper in hypers])
+        place_of = {name: -1 if hyper is None else places.setdefault(hyper, len(places)) for name, hyper in objects.items()}
+        pattern = tuple(map(place_of.__getitem__, names))
         arrangement = self._patterns.get(pattern)
         if arrangement is None:
             if len(self._patterns) >= PATTERNS:
