@@ -1,7 +1,8 @@
 """How close the Triton block kernels come to the memory's speed: python benchmarks/device_kernels.py [--sweep] [--json PATH]
 
 For a transformer layer of Qwen2.5-1.5B and for its embedding (bf16, 10% of the channels selected), each kernel's bytes per
-second against a device-to-device copy that moves as many bytes, in turns with it; and the launching thread's time per call.
+second against a device-to-device copy that moves as many bytes, in turns with it; and the launching thread's time per call
+(`launches.py` says more of that).
 A kernel's bytes are what its task needs: scattered columns move whole sectors, and that more is the kernel's own.
 Checks every kernel's result against the torch definition first. Needs a CUDA device with 8 GiB free.
 """
@@ -23,7 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
-from stallfree.kernels.block import BlockKernel, BlockLayout, Segment, TorchBlock, targets
+from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, TorchBlock, Update, targets
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.triton import Tile, Tiling, TritonBlock
 
@@ -66,6 +67,7 @@ class Block:
         self.hypers = [HYPER] * len(segments)
         self.factors = torch.ones(len(segments), device="cuda")
         self.skip = torch.zeros((), dtype=torch.bool, device="cuda")
+        self.updates: dict[BlockKernel, Update] = {}
         item = dtype.itemsize
         numel = layout.selected_numel + layout.deferred_numel
         self.tasks = {
@@ -78,15 +80,11 @@ class Block:
         kernel.split(self.layout, self.targets, self.grads, self.squares, self.selected, self.deferred)
 
     def adamw(self, kernel: BlockKernel) -> None:
-        kernel.adamw(
-            self.layout,
-            self.targets,
-            self.weights,
-            *(self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.selected),
-            self.hypers,
-            self.factors,
-            self.skip,
-        )
+        if kernel not in self.updates:
+            state = (self.master, self.exp_avg, self.exp_avg_sq, self.steps)
+            part = Part(self.layout, self.targets.selected, self.weights, *state, self.selected)
+            self.updates[kernel] = kernel.plan([part])
+        self.updates[kernel].step(self.hypers, self.factors, self.skip)
 
     def publish(self, kernel: BlockKernel) -> None:
         kernel.publish(self.layout, self.targets, self.weights, self.deferred)

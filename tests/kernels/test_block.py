@@ -1,128 +1,20 @@
-"""Block kernels: every kernel must do what indexing and torch.optim.AdamW do, on each weight of a block by itself.
-
-Without a GPU the Triton kernels run in triton's interpreter, which has to be chosen before triton is imported.
-"""
-
-import os
-import sys
+"""Block kernels: every kernel must do what indexing does, on each weight of a block by itself (AdamW: `test_update.py`)."""
 
 import pytest
 import torch
-
-if "triton" not in sys.modules and not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+from block_cases import BLOCKS, DTYPES, KERNELS, SENTINEL, Case, make_kernel, same, triton_block
 
 from stallfree.kernels.block import BlockLayout, Segment, TorchBlock, targets
-from stallfree.kernels.device import Hyper
-
-HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
-SENTINEL = 7.0  # in every element that a kernel must not write
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-BLOCKS = {
-    "even": [Segment(64, 48, 1, 5), Segment(32, 64, 1, 3), Segment(24, 128, 1, 9)],
-    "odd": [Segment(37, 53, 1, 5), Segment(17, 91, 0, 3), Segment(5, 7, 1, 2)],
-    "mixed": [Segment(40, 96, 0, 7), Segment(72, 40, 1, 9), Segment(16, 33, 0, 4), Segment(24, 16, 1, 8)],
-    "nothing selected": [Segment(24, 40, 1, 0), Segment(19, 12, 0, 0)],
-    "all but one selected": [Segment(24, 40, 1, 23), Segment(9, 20, 0, 8)],
-    "one channel": [Segment(1, 40, 1, 0), Segment(1, 7, 0, 0), Segment(1, 16, 1, 1)],
-    "more than one launch takes": [Segment(3 + i % 3, 4 + i % 5, 1, i % 2) for i in range(34)],
-}
 
 
-def triton_block(device, small):
-    """Small tiles make small weights span many."""
-    pytest.importorskip("triton")
-    from stallfree.kernels import triton as module
-
-    if device.type != ("cpu" if module.INTERPRETED else "cuda"):
-        pytest.skip("the triton that is imported here runs on the other device")
-    if module.INTERPRETED:
-        import triton.language as tl
-        from triton.runtime.interpreter import InterpretedFunction
-
-        if not isinstance(tl.sum, InterpretedFunction):
-            pytest.skip("triton was imported before TRITON_INTERPRET=1 could be set: set it in the environment")
-    if not small:
-        return module.TritonBlock(device)
-    tiling = module.Tiling(
-        columns=module.Tile(16, 16, 32, 4),
-        rows=module.Tile(4, 16, 32, 4),
-        column_state=module.Tile(4, 16, 16, 4),
-        row_state=module.Tile(4, 16, 16, 4),
-    )
-    return module.TritonBlock(device, tiling)
-
-
-@pytest.fixture(params=["torch", "triton", "triton-small"])
+@pytest.fixture(params=KERNELS)
 def kernel(request, device):
-    return TorchBlock() if request.param == "torch" else triton_block(device, request.param == "triton-small")
-
-
-class Case:
-    """A block with random gradients, weights and state, and a random division of its channels."""
-
-    def __init__(self, segments, device, dtype=torch.float32, absent=()):
-        self.device, self.dtype = device, dtype
-        self.layout = BlockLayout(segments, device)
-        orders = [torch.randperm(segment.channels) for segment in segments]
-        self.selected = [order[: s.selected].to(device) for order, s in zip(orders, segments, strict=True)]
-        self.deferred = [order[s.selected :].sort().values.to(device) for order, s in zip(orders, segments, strict=True)]
-        self.targets = targets(self.layout, self.selected, self.deferred)
-        self.present = [index not in absent for index in range(len(segments))]
-        self.grads, self.weights = self.randoms(), self.randoms()
-        count = self.layout.selected_numel
-        self.master, self.exp_avg = torch.randn(count, device=device), torch.randn(count, device=device) * 1e-2
-        self.exp_avg_sq = torch.rand(count, device=device) * 1e-2
-        self.steps = torch.randint(0, 50, (self.layout.places,), dtype=torch.int32, device=device)
-        self.hypers = [HYPER if present else None for present in self.present]
-        self.factors = torch.rand(len(segments), device=device) + 0.5
-        self.skip = torch.zeros((), dtype=torch.bool, device=device)
-        self.grad = torch.randn(count, device=device).to(dtype)
-
-    def randoms(self):
-        shapes = [(s.channels, s.length)[:: 1 if s.channel_dim == 0 else -1] for s in self.layout.segments]
-        return [torch.randn(shape).to(self.device, self.dtype) for shape in shapes]
-
-    def full(self, numel, dtype=None):
-        return torch.full((numel,), SENTINEL, dtype=dtype or self.dtype, device=self.device)
-
-    def shown(self, tensors):
-        return [tensor if present else None for tensor, present in zip(tensors, self.present, strict=True)]
-
-    def split(self, kernel):
-        squares = self.full(self.layout.channels, torch.float32)
-        selected, deferred = self.full(self.layout.selected_numel), self.full(self.layout.deferred_numel)
-        kernel.split(self.layout, self.targets, self.shown(self.grads), squares, selected, deferred)
-        return squares, selected, deferred
-
-    def adamw(self, kernel):
-        kernel.adamw(
-            self.layout,
-            self.targets,
-            self.shown(self.weights),
-            *(self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.grad),
-            self.hypers,
-            self.factors,
-            self.skip,
-        )
-
-    def changing(self):
-        """Everything that adamw may write."""
-        return [*self.weights, self.master, self.exp_avg, self.exp_avg_sq, self.steps]
+    return make_kernel(request.param, device)
 
 
 @pytest.fixture(params=list(BLOCKS))
 def segments(request):
     return BLOCKS[request.param]
-
-
-def bits(tensor):
-    return tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-
-
-def same(tensor, other):
-    """Bit for bit, NaNs included."""
-    return torch.equal(bits(tensor), bits(other))
 
 
 def test_targets_name_each_channels_place_or_row(device, segments):
@@ -215,125 +107,9 @@ def test_tensors_may_begin_anywhere(kernel, device, dtype, offset):
     assert torch.equal(found[2], expected[2])
     case.weights = [moved(weight) for weight in case.weights]
     kernel.publish(case.layout, case.targets, case.weights, moved(expected[2]))
-    case.master = moved(case.master)
-    case.adamw(kernel)
     for index, segment in enumerate(case.layout.segments):
         rows = segment.rows(case.weights[index])
         assert same(rows[case.deferred[index]], case.layout.deferred_rows(expected[2], index))
-        assert same(rows[case.selected[index]], case.layout.selected_rows(case.master, index).to(dtype))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_adamw_is_torchs(kernel, device, segments, dtype):
-    """Masters within 2e-6 of torch.optim.AdamW on each place after 3 steps, each place at its own step count."""
-    case = Case(segments, device, dtype)
-    case.hypers = [HYPER._replace(lr=1e-2 / (1 + index % 3), beta2=0.99 + index % 2 * 0.009) for index in range(len(segments))]
-    places = []
-    for index in range(len(segments)):
-        state = [case.layout.selected_rows(flat, index).clone() for flat in (case.master, case.exp_avg, case.exp_avg_sq)]
-        lr, beta1, beta2, eps, weight_decay = case.hypers[index]
-        for place, count in enumerate(case.layout.places_of(case.steps, index).tolist()):
-            param = torch.nn.Parameter(state[0][place])
-            optimizer = torch.optim.AdamW([param], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
-            if count:
-                step = torch.tensor(float(count))
-                optimizer.state[param] = {"step": step, "exp_avg": state[1][place], "exp_avg_sq": state[2][place]}
-            else:
-                for flat in (case.exp_avg, case.exp_avg_sq):
-                    case.layout.selected_rows(flat, index)[place] = 0
-            places.append((index, place, param, optimizer))
-    for _ in range(3):
-        case.grad = torch.randn_like(case.grad)
-        before = [weight.clone() for weight in case.weights]
-        case.adamw(kernel)
-        for index, place, param, optimizer in places:
-            param.grad = case.layout.selected_rows(case.grad, index)[place].float() * case.factors[index]
-            optimizer.step()
-            torch.testing.assert_close(
-                case.layout.selected_rows(case.master, index)[place], param.detach(), rtol=2e-6, atol=2e-6
-            )
-            assert case.layout.places_of(case.steps, index)[place] == optimizer.state[param]["step"]
-        for index, segment in enumerate(segments):
-            rows, old = segment.rows(case.weights[index]), segment.rows(before[index])
-            masters = case.layout.selected_rows(case.master, index)
-            assert same(rows[case.selected[index]].contiguous(), masters.to(dtype))
-            assert same(rows[case.deferred[index]].contiguous(), old[case.deferred[index]].contiguous())
-
-
-def test_adamw_gives_the_same_bits_every_time(kernel, device):
-    results = []
-    for _ in range(2):
-        torch.manual_seed(1)
-        case = Case(BLOCKS["mixed"], device, torch.bfloat16)
-        case.adamw(kernel)
-        results.append(case.changing())
-    assert all(map(same, *results))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_skipped_call_changes_nothing(kernel, device, dtype):
-    case = Case(BLOCKS["mixed"], device, dtype)
-    case.skip.fill_(True)
-    case.grad.fill_(float("nan"))
-    case.steps[0] = 0
-    before = [tensor.clone() for tensor in case.changing()]
-    case.adamw(kernel)
-    assert all(map(same, case.changing(), before))
-
-
-def test_weights_without_a_gradient_take_no_step(kernel, device):
-    case = Case(BLOCKS["mixed"], device, absent=(0, 1))
-    case.hypers[2] = None  # a weight without settings, and a gradient without weight, are absent too
-    case.hypers[1] = HYPER
-    steps, master = case.steps.clone(), case.master.clone()
-    before = [weight.clone() for weight in case.weights]
-    case.adamw(kernel)
-    assert [torch.equal(now, old) for now, old in zip(case.weights, before, strict=True)] == [True, True, True, False]
-    for index in range(4):
-        taken = case.layout.places_of(case.steps, index) - case.layout.places_of(steps, index)
-        assert (taken == (index == 3)).all()
-        unchanged = torch.equal(case.layout.selected_rows(case.master, index), case.layout.selected_rows(master, index))
-        assert unchanged == (index != 3)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weights_are_rounded_to_nearest_even(kernel, device, dtype):
-    """With lr 0 masters stay: halfway cases of both parities, both signs, overflow, inf and NaN."""
-    case = Case([Segment(3, 2048, 1, 2), Segment(3, 512, 0, 2)], device, dtype)
-    case.hypers = [HYPER._replace(lr=0.0)] * 2
-    half = 16 if dtype == torch.bfloat16 else 13  # bits of fp32 that the dtype has no room for
-    pattern = torch.randint(-(2**31), 2**31, (case.layout.selected_numel,), dtype=torch.int64)
-    pattern[::2] = (pattern[::2] >> half << half) + (1 << half - 1)
-    master = pattern.to(torch.int32).view(torch.float32)
-    master[master.abs() < 1e-4] = 1.0  # conversions of numbers that the dtype denormalizes may flush to zero
-    master[:4] = torch.tensor([float("inf"), -float("inf"), float("nan"), 3.4e38])
-    case.master = master.to(device)
-    case.adamw(kernel)
-    assert same(torch.nan_to_num(case.master, nan=1.5), torch.nan_to_num(master, nan=1.5).to(device))
-    for index, segment in enumerate(case.layout.segments):
-        shown = segment.rows(case.weights[index])[case.selected[index]].contiguous()
-        expected = case.layout.selected_rows(case.master, index).to(dtype)
-        assert torch.equal(shown.isnan(), expected.isnan())
-        assert same(torch.nan_to_num(shown, nan=1.5), torch.nan_to_num(expected, nan=1.5))
-
-
-@pytest.mark.parametrize("beta2", [0.95, 0.999, 0.999999])
-def test_bias_corrections_keep_their_digits(kernel, device, beta2):
-    """1 - beta^n at counts where fp32 would have lost it: without a gradient the step is known in closed form."""
-    counts = torch.tensor([1, 2, 10, 1000, 99_999, 2**31 - 1], dtype=torch.int64)
-    case = Case([Segment(7, 8, 1, 6)], device)
-    case.hypers = [Hyper(1.0, 0.9, beta2, 0.0, 0.0)]
-    case.steps.copy_(counts - 1)
-    case.grad.zero_()
-    case.master.zero_()
-    case.exp_avg.fill_(1.0)
-    case.exp_avg_sq.fill_(1.0)
-    case.adamw(kernel)
-    counts = counts.double()
-    expected = -0.9 / (1 - 0.9**counts) * (1 - beta2**counts).sqrt() / beta2**0.5
-    found = case.layout.selected_rows(case.master, 0)[:, 0].double().cpu()
-    torch.testing.assert_close(found, expected, rtol=4e-7, atol=0)
-    assert torch.equal(case.steps.cpu().double(), counts)
 
 
 def test_misuse_is_refused_before_anything_is_written(kernel, device):
@@ -358,11 +134,6 @@ def test_misuse_is_refused_before_anything_is_written(kernel, device):
             kernel.split(case.layout, case.targets, grads, *flats)
     with pytest.raises(ValueError, match="values"):
         kernel.publish(case.layout, case.targets, case.weights, deferred.float())
-    case.steps = case.steps.long()
-    before = [tensor.clone() for tensor in case.weights]
-    with pytest.raises(ValueError, match="steps"):
-        case.adamw(kernel)
-    assert all(map(same, case.weights, before))
 
 
 def test_a_segment_must_be_possible():
@@ -381,7 +152,7 @@ def test_calls_never_wait_for_the_device(name):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     device = torch.device("cuda", torch.cuda.current_device())
-    kernel = TorchBlock() if name == "torch" else triton_block(device, small=False)
+    kernel = make_kernel(name, device)
     case = Case(BLOCKS["mixed"], device, torch.bfloat16)
     kernel.warm_up(case.layout, torch.bfloat16)
     squares, selected, deferred = case.split(kernel)
@@ -391,7 +162,6 @@ def test_calls_never_wait_for_the_device(name):
         targets(case.layout, case.selected, case.deferred)
         allocations = torch.cuda.memory_stats()["allocation.all.allocated"]
         kernel.split(case.layout, case.targets, case.grads, squares, selected, deferred)
-        case.adamw(kernel)
         kernel.publish(case.layout, case.targets, case.weights, deferred)
         if name == "triton":
             assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocations

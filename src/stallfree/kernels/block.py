@@ -1,6 +1,7 @@
-"""The device half's arithmetic, a block at a time: the interface of multi-tensor kernels, and its definition in torch ops.
+"""The device half's arithmetic: the interface of multi-tensor kernels, and its definition in torch ops.
 
-A block's weights are segments of flat buffers, so that a call costs a few launches however many weights there are:
+Gradients are taken apart and weights published a block at a time; AdamW steps all blocks and residents together. A block's
+weights are segments of flat buffers, so that a call costs a few launches however many weights there are:
 
     squares     [sum of channels] fp32                      squared norm of each channel's gradient
     selected    [sum of selected * length]                  selected rows, channel-major, in the order of places
@@ -123,8 +124,44 @@ def targets(layout: BlockLayout, selected: Sequence[Tensor], deferred: Sequence[
     return Targets(rows, torch.cat([nobody, *selected]).int(), torch.cat([nobody, *deferred]).int())
 
 
+class Part(NamedTuple):
+    """A block's selected channels, or a group of residents, as AdamW steps them. Everything stays where it is in memory."""
+
+    layout: BlockLayout
+    channels: Tensor  # [places] int32: the channel of each place, as `Targets.selected`; may name others at each step
+    weights: Sequence[Tensor]  # all present
+    master: Tensor  # [selected_numel] fp32, selected rows, as the next two
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    steps: Tensor  # [places] int32
+    grad: Tensor  # [selected_numel] in the weights' dtype: selected rows as `split` makes them
+
+
+class Update(Protocol):
+    """AdamW of the parts that it was planned for."""
+
+    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor) -> None:
+        """One step of torch.optim.AdamW for the selected channels, unless `skip`, and the new masters into the weights.
+
+        hypers: one for each weight of all parts in order, None where a weight takes no step: everything of it stays as it
+        is; factors: fp32 `[weights]`, multiplied into the gradients first; skip: bool scalar. Masters are rounded to the
+        weights' dtype, ties to even. Only enqueues work on the current stream, and gives the same bits every time.
+
+        With n = steps + 1, corrections in fp64 (their relative error stays below 1e-12), the rest in fp32:
+
+            exp_avg    = beta1 exp_avg    + (1 - beta1) grad
+            exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad^2
+            direction  = exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2^n) + eps)
+            master     = (1 - lr weight_decay) master - lr / (1 - beta1^n) direction
+
+        Raises:
+            ValueError: arguments of other sizes or dtypes. Nothing has been enqueued.
+        """
+        ...
+
+
 class BlockKernel(Protocol):
-    """What a step does with a block on the device.
+    """What a step does on the device.
 
     Weights and gradients of one call have one dtype (fp32, bf16 or fp16), are contiguous and on the layout's device; flat
     buffers have exactly the layout's sizes. None stands for a weight that has no gradient in this call: its parts of all
@@ -150,32 +187,8 @@ class BlockKernel(Protocol):
         """One pass over a block's gradients, into squares, selected and deferred (the gradients' dtype). NaN and inf pass."""
         ...
 
-    def adamw(
-        self,
-        layout: BlockLayout,
-        targets: Targets,
-        weights: Sequence[Tensor | None],
-        master: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        steps: Tensor,
-        grad: Tensor,
-        hypers: Sequence[Hyper | None],
-        factors: Tensor,
-        skip: Tensor,
-    ) -> None:
-        """One step of torch.optim.AdamW for the selected channels, unless `skip`, and the new masters into the weights.
-
-        master, exp_avg, exp_avg_sq: fp32 selected rows; steps: advanced; grad: selected rows as `split` made them, multiplied
-        by `factors` (`[weights]` fp32) first; skip: bool scalar. Masters are rounded to the weights' dtype, ties to even.
-
-        With n = steps + 1, corrections in fp64 (their relative error stays below 1e-12), the rest in fp32:
-
-            exp_avg    = beta1 exp_avg    + (1 - beta1) grad
-            exp_avg_sq = beta2 exp_avg_sq + (1 - beta2) grad^2
-            direction  = exp_avg / (sqrt(exp_avg_sq) / sqrt(1 - beta2^n) + eps)
-            master     = (1 - lr weight_decay) master - lr / (1 - beta1^n) direction
-        """
+    def plan(self, parts: Sequence[Part]) -> Update:
+        """AdamW of all these parts together. Builds, compiles and loads what its steps need; may wait for the device."""
         ...
 
     def publish(self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor) -> None:
@@ -208,43 +221,8 @@ class TorchBlock:
             layout.selected_rows(selected, index).copy_(rows.index_select(0, layout.places_of(targets.selected, index)))
             layout.deferred_rows(deferred, index).copy_(rows.index_select(0, _deferred(layout, targets, index)))
 
-    def adamw(
-        self,
-        layout: BlockLayout,
-        targets: Targets,
-        weights: Sequence[Tensor | None],
-        master: Tensor,
-        exp_avg: Tensor,
-        exp_avg_sq: Tensor,
-        steps: Tensor,
-        grad: Tensor,
-        hypers: Sequence[Hyper | None],
-        factors: Tensor,
-        skip: Tensor,
-    ) -> None:
-        check_adamw(layout, weights, master, exp_avg, exp_avg_sq, steps, grad, hypers, factors, skip)
-        for index, (weight, hyper) in enumerate(zip(weights, hypers, strict=True)):
-            if weight is None or hyper is None:
-                continue
-            lr, beta1, beta2, eps, weight_decay = hyper
-            old_master, old_avg, old_avg_sq, rows = (
-                layout.selected_rows(flat, index) for flat in (master, exp_avg, exp_avg_sq, grad)
-            )
-            taken = layout.places_of(steps, index)
-            taken += ~skip
-            count = taken.to(torch.float64).clamp_(min=1).unsqueeze(1)  # [selected, 1]; a place that never stepped is skipped
-            step_size = (lr / (1 - beta1**count)).to(torch.float32)
-            root = (1 - beta2**count).sqrt().to(torch.float32)
-            g = rows.to(torch.float32) * factors[index]
-            new_avg = old_avg * beta1 + g * (1 - beta1)
-            new_avg_sq = old_avg_sq * beta2 + g * g * (1 - beta2)
-            direction = new_avg / (new_avg_sq.sqrt() / root + eps)
-            new_master = old_master * (1 - lr * weight_decay) - step_size * direction
-            for old, new in ((old_master, new_master), (old_avg, new_avg), (old_avg_sq, new_avg_sq)):
-                torch.where(skip, old, new, out=old)
-            channels = layout.places_of(targets.selected, index).long()
-            shown = layout.segments[index].rows(weight)
-            shown.index_copy_(0, channels, torch.where(skip, shown.index_select(0, channels), new_master.to(weight.dtype)))
+    def plan(self, parts: Sequence[Part]) -> Update:
+        return TorchUpdate(parts)
 
     def publish(self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor) -> None:
         check_publish(layout, weights, values)
@@ -252,6 +230,43 @@ class TorchBlock:
             if weight is not None:
                 rows = layout.segments[index].rows(weight)
                 rows.index_copy_(0, _deferred(layout, targets, index).long(), layout.deferred_rows(values, index))
+
+
+class TorchUpdate:
+    """`Update` as torch operations, a weight at a time."""
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self._device = check_parts(parts)
+        self._weights = [(part, index) for part in parts for index in range(len(part.weights))]
+
+    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor) -> None:
+        check_step(self._device, len(self._weights), hypers, factors, skip)
+        for number, hyper in enumerate(hypers):
+            if hyper is not None:
+                _adamw(*self._weights[number], hyper, factors[number], skip)
+
+
+def _adamw(part: Part, index: int, hyper: Hyper, factor: Tensor, skip: Tensor) -> None:
+    layout, weight = part.layout, part.weights[index]
+    lr, beta1, beta2, eps, weight_decay = hyper
+    old_master, old_avg, old_avg_sq, grad = (
+        layout.selected_rows(flat, index) for flat in (part.master, part.exp_avg, part.exp_avg_sq, part.grad)
+    )
+    taken = layout.places_of(part.steps, index)
+    taken += ~skip
+    count = taken.to(torch.float64).clamp_(min=1).unsqueeze(1)  # [selected, 1]; a place that never stepped is skipped
+    step_size = (lr / (1 - beta1**count)).to(torch.float32)
+    root = (1 - beta2**count).sqrt().to(torch.float32)
+    g = grad.to(torch.float32) * factor
+    new_avg = old_avg * beta1 + g * (1 - beta1)
+    new_avg_sq = old_avg_sq * beta2 + g * g * (1 - beta2)
+    direction = new_avg / (new_avg_sq.sqrt() / root + eps)
+    new_master = old_master * (1 - lr * weight_decay) - step_size * direction
+    for old, new in ((old_master, new_master), (old_avg, new_avg), (old_avg_sq, new_avg_sq)):
+        torch.where(skip, old, new, out=old)
+    channels = layout.places_of(part.channels, index).long()
+    shown = layout.segments[index].rows(weight)
+    shown.index_copy_(0, channels, torch.where(skip, shown.index_select(0, channels), new_master.to(weight.dtype)))
 
 
 def _starts(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
@@ -271,41 +286,45 @@ def check_split(
 ) -> torch.dtype | None:
     """Raise `ValueError` unless the arguments are what `split` says. Returns the gradients' dtype, None if there are none."""
     dtype = _check_weights("gradient", layout, grads)
-    _check_flat("squares", layout, squares, layout.channels, torch.float32)
-    _check_flat("selected", layout, selected, layout.selected_numel, dtype)
-    _check_flat("deferred", layout, deferred, layout.deferred_numel, dtype)
+    _check_flat("squares", layout.device, squares, layout.channels, torch.float32)
+    _check_flat("selected", layout.device, selected, layout.selected_numel, dtype)
+    _check_flat("deferred", layout.device, deferred, layout.deferred_numel, dtype)
     return dtype
 
 
-def check_adamw(
-    layout: BlockLayout,
-    weights: Sequence[Tensor | None],
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    steps: Tensor,
-    grad: Tensor,
-    hypers: Sequence[Hyper | None],
-    factors: Tensor,
-    skip: Tensor,
-) -> torch.dtype | None:
-    """Raise `ValueError` unless the arguments are what `adamw` says. Returns the weights' dtype, None if there are none."""
-    dtype = _check_weights("weight", layout, weights)
-    for name, flat in (("master", master), ("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        _check_flat(name, layout, flat, layout.selected_numel, torch.float32)
-    _check_flat("steps", layout, steps, layout.places, torch.int32)
-    _check_flat("grad", layout, grad, layout.selected_numel, dtype)
-    _check_flat("factors", layout, factors, len(layout.segments), torch.float32)
-    _check_flat("skip", layout, skip, 1, torch.bool)
-    if len(hypers) != len(layout.segments):
-        raise ValueError(f"{len(layout.segments)} weights need as many hypers, not {len(hypers)}")
-    return dtype
+def check_parts(parts: Sequence[Part]) -> torch.device | None:
+    """Raise `ValueError` unless the parts are what `Part` says, on one device. Returns it, None if there are no parts."""
+    device = parts[0].layout.device if parts else None
+    for part in parts:
+        layout = part.layout
+        if layout.device != device:
+            raise ValueError(f"the parts of an update must be on one device, not {device} and {layout.device}")
+        if any(weight is None for weight in part.weights):
+            raise ValueError("every weight of a part must be there when an update is planned")
+        dtype = _check_weights("weight", layout, part.weights)
+        _check_flat("channels", layout.device, part.channels, layout.places, torch.int32)
+        for name, flat in (("master", part.master), ("exp_avg", part.exp_avg), ("exp_avg_sq", part.exp_avg_sq)):
+            _check_flat(name, layout.device, flat, layout.selected_numel, torch.float32)
+        _check_flat("steps", layout.device, part.steps, layout.places, torch.int32)
+        _check_flat("grad", layout.device, part.grad, layout.selected_numel, dtype)
+    return device
+
+
+def check_step(
+    device: torch.device | None, weights: int, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor
+) -> None:
+    """Raise `ValueError` unless the arguments are what `Update.step` says for so many weights on this device."""
+    if len(hypers) != weights:
+        raise ValueError(f"{weights} weights need as many hypers, not {len(hypers)}")
+    if device is not None:
+        _check_flat("factors", device, factors, weights, torch.float32)
+        _check_flat("skip", device, skip, 1, torch.bool)
 
 
 def check_publish(layout: BlockLayout, weights: Sequence[Tensor | None], values: Tensor) -> torch.dtype | None:
     """Raise `ValueError` unless the arguments are what `publish` says. Returns the weights' dtype, None if there are none."""
     dtype = _check_weights("weight", layout, weights)
-    _check_flat("values", layout, values, layout.deferred_numel, dtype)
+    _check_flat("values", layout.device, values, layout.deferred_numel, dtype)
     return dtype
 
 
@@ -334,14 +353,14 @@ def _check_weights(name: str, layout: BlockLayout, tensors: Sequence[Tensor | No
     return dtype
 
 
-def _check_flat(name: str, layout: BlockLayout, flat: Tensor, numel: int, dtype: torch.dtype | None) -> None:
+def _check_flat(name: str, device: torch.device, flat: Tensor, numel: int, dtype: torch.dtype | None) -> None:
     if (
         flat.numel() != numel
         or (dtype is not None and flat.dtype != dtype)
         or not flat.is_contiguous()
-        or flat.device != layout.device
+        or flat.device != device
     ):
         raise ValueError(
-            f"{name} must be {numel} contiguous {dtype or ''} elements on {layout.device}, not {flat.dtype} of shape "
+            f"{name} must be {numel} contiguous {dtype or ''} elements on {device}, not {flat.dtype} of shape "
             f"{tuple(flat.shape)}, strides {flat.stride()}, on {flat.device}"
         )

@@ -4,7 +4,8 @@
 import triton
 import triton.language as tl
 
-# Kernels. Addresses are int64 and never specialized on, so that no value of an argument causes a compilation in mid-training.
+# Kernels. Addresses are int64 and never specialized on, so that no value of an argument causes a compilation in mid-training
+# (in tuples they would be: `triton_launch.py` sees to it).
 # UNIT: the tables count lengths (and columns) in units of 8 elements, if all are multiples of 8: the compiler then knows that
 # rows begin at multiples of 16 bytes, and moves 16 bytes at a time where ALIGNED says that the tensors do, too.
 
@@ -12,8 +13,7 @@ INTERPRETED = triton.knobs.runtime.interpret  # triton reads it where kernels ar
 kernel = triton.jit(
     do_not_specialize=(
         *("tiles", "targets", "channel_of", "partial", "squares", "selected", "deferred", "values", "addresses", "present"),
-        *("master", "exp_avg", "exp_avg_sq", "grad", "steps", "places", "coefficients", "factors", "skip"),
-        *("lr", "beta1", "beta2", "eps", "weight_decay"),
+        *("factors", "skip", "lr", "beta1", "beta2", "eps", "weight_decay"),
     )
 )
 
@@ -150,32 +150,37 @@ def _power(base, exponent):
     return power
 
 
+@triton.jit
+def _is_present(present, place):
+    """present: words of a bit mask, as a tuple in kernel arguments; place: word * 64 + bit."""
+    return ((_choose(present, place >> 6) >> (place & 63)) & 1) != 0
+
+
 @kernel
 def count_kernel(
-    tiles: tl.int64,  # [programs, 6]
-    steps: tl.int64,
-    coefficients: tl.int64,  # [9, places] fp32
+    tiles: tl.int64,  # [programs, 7]
     factors: tl.int64,
     skip: tl.int64,
-    present: tl.int64,
-    places: tl.int64,
     lr: tl.int64,  # from here on: the bits of a double
     beta1: tl.int64,
     beta2: tl.int64,
     eps: tl.int64,
     weight_decay: tl.int64,
+    present,
     PLACES: tl.constexpr,
 ) -> None:
     """Advance the step counts of places, and work out what `adamw_kernel` multiplies with at this count."""
-    row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 6
+    row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 7
     segment = tl.load(row)
-    skipped = tl.load(_pointer(skip, tl.int8, False)) != 0
-    if skipped | (((present >> segment) & 1) == 0):
-        return
     place = tl.load(row + 1) * PLACES + tl.arange(0, PLACES)
-    inside = place < tl.load(row + 4)
-    place += tl.load(row + 3)
-    count = _pointer(steps, tl.int32, False) + place
+    selected = tl.load(row + 3)
+    weight = tl.load(row + 4)
+    count = _pointer(tl.load(row + 5), tl.int32, False) + place
+    settings = _pointer(tl.load(row + 6), tl.float32, False)
+    skipped = tl.load(_pointer(skip, tl.int8, False)) != 0
+    if skipped | (_is_present(present, segment) == 0):
+        return
+    inside = place < selected
     n = tl.load(count, mask=inside, other=0) + 1
     tl.store(count, n, mask=inside)
     lr_ = lr.to(tl.int64).to(tl.float64, bitcast=True)
@@ -183,32 +188,23 @@ def count_kernel(
     beta2_ = beta2.to(tl.int64).to(tl.float64, bitcast=True)
     eps_ = eps.to(tl.int64).to(tl.float64, bitcast=True)
     decay = 1.0 - lr_ * weight_decay.to(tl.int64).to(tl.float64, bitcast=True)
-    shared = _pointer(coefficients, tl.float32, False) + tl.load(row + 3)  # programs of one weight write the same values here
-    tl.store(shared, tl.load(_pointer(factors, tl.float32, False) + tl.load(row + 5)))
-    tl.store(shared + places, decay.to(tl.float32))
-    tl.store(shared + places * 2, beta1_.to(tl.float32))
-    tl.store(shared + places * 3, (1.0 - beta1_).to(tl.float32))
-    tl.store(shared + places * 4, beta2_.to(tl.float32))
-    tl.store(shared + places * 5, (1.0 - beta2_).to(tl.float32))
-    tl.store(shared + places * 6, eps_.to(tl.float32))
-    out = _pointer(coefficients, tl.float32, False) + place
-    tl.store(out + places * 7, (lr_ / (1.0 - _power(beta1_, n))).to(tl.float32), mask=inside)
-    tl.store(out + places * 8, tl.sqrt(1.0 - _power(beta2_, n)).to(tl.float32), mask=inside)
+    tl.store(settings, tl.load(_pointer(factors, tl.float32, False) + weight))  # all programs of a weight write the same
+    tl.store(settings + 1, decay.to(tl.float32))
+    tl.store(settings + 2, beta1_.to(tl.float32))
+    tl.store(settings + 3, (1.0 - beta1_).to(tl.float32))
+    tl.store(settings + 4, beta2_.to(tl.float32))
+    tl.store(settings + 5, (1.0 - beta2_).to(tl.float32))
+    tl.store(settings + 6, eps_.to(tl.float32))
+    own = settings + 8 + place
+    tl.store(own, (lr_ / (1.0 - _power(beta1_, n))).to(tl.float32), mask=inside)
+    tl.store(own + selected, tl.sqrt(1.0 - _power(beta2_, n)).to(tl.float32), mask=inside)
 
 
 @kernel
 def adamw_kernel(
-    tiles: tl.int64,  # [programs, 8]
-    channel_of: tl.int64,
-    coefficients: tl.int64,
-    master: tl.int64,
-    exp_avg: tl.int64,
-    exp_avg_sq: tl.int64,
-    grad: tl.int64,
+    tiles: tl.int64,  # [programs, 13]
     skip: tl.int64,
-    places: tl.int64,
-    present: tl.int64,
-    addresses,  # the weights' or gradients'
+    present,
     DTYPE: tl.constexpr,
     ALIGNED: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -217,38 +213,44 @@ def adamw_kernel(
     LENGTH: tl.constexpr,
 ) -> None:
     """One AdamW step of LENGTH elements of PLACES selected channels, and what the weight shows of it."""
-    row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 8
+    G_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 2  # 4 elements per thread, as of the state: nothing is rearranged
+    row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 13
     segment = tl.load(row)
-    place = tl.load(row + 1) * PLACES + tl.arange(0, PLACES)
+    place = tl.load(row + 1).to(tl.int32) * PLACES + tl.arange(0, PLACES)
     position = tl.load(row + 2).to(tl.int32) * LENGTH + tl.arange(0, LENGTH)
     length = tl.load(row + 3).to(tl.int32) * UNIT
     channels = tl.load(row + 4)
-    inside = place < tl.load(row + 5)
-    first_place = tl.load(row + 6)
-    start = tl.load(row + 7) * UNIT + place * length  # [PLACES]
+    selected = tl.load(row + 5).to(tl.int32)
+    channel_of = _pointer(tl.load(row + 6), tl.int32, False)
+    settings = _pointer(tl.load(row + 7), tl.float32, False)
+    master = _pointer(tl.load(row + 8), tl.float32, ALIGNED)
+    exp_avg = _pointer(tl.load(row + 9), tl.float32, ALIGNED)
+    exp_avg_sq = _pointer(tl.load(row + 10), tl.float32, ALIGNED)
+    grad = _pointer(tl.load(row + 11), DTYPE, ALIGNED, G_BYTES)
+    weight = _pointer(tl.load(row + 12), DTYPE, ALIGNED and not COLUMNS, G_BYTES)
     skipped = tl.load(_pointer(skip, tl.int8, False)) != 0
-    if skipped | (((present >> segment) & 1) == 0):
+    if skipped | (_is_present(present, segment) == 0):
         return
+    inside = place < selected
+    start = place.to(tl.int64) * length  # [PLACES]
     mask = inside[:, None] & (position < length)[None, :]
-    channel = tl.load(_pointer(channel_of, tl.int32, False) + first_place + place, mask=inside, other=0).to(tl.int64)
-    # Settings are a weight's, so any of its places has them; the last two depend on the place's step count.
-    shared = _pointer(coefficients, tl.float32, False) + first_place
-    own = shared + place
-    factor = tl.load(shared)
-    decay = tl.load(shared + places)
-    beta1 = tl.load(shared + places * 2)
-    rest1 = tl.load(shared + places * 3)
-    beta2 = tl.load(shared + places * 4)
-    rest2 = tl.load(shared + places * 5)
-    eps = tl.load(shared + places * 6)
-    step_size = tl.load(own + places * 7, mask=inside, other=1.0)[:, None]
-    root = tl.load(own + places * 8, mask=inside, other=1.0)[:, None]
+    channel = tl.load(channel_of + place, mask=inside, other=0).to(tl.int64)
+    # Settings are a weight's; the last two depend on the place's step count.
+    factor = tl.load(settings)
+    decay = tl.load(settings + 1)
+    beta1 = tl.load(settings + 2)
+    rest1 = tl.load(settings + 3)
+    beta2 = tl.load(settings + 4)
+    rest2 = tl.load(settings + 5)
+    eps = tl.load(settings + 6)
+    own = settings + 8 + place
+    step_size = tl.load(own, mask=inside, other=1.0)[:, None]
+    root = tl.load(own + selected, mask=inside, other=1.0)[:, None]
 
-    to_master = (_pointer(master, tl.float32, ALIGNED) + start)[:, None] + position[None, :]
-    to_avg = (_pointer(exp_avg, tl.float32, ALIGNED) + start)[:, None] + position[None, :]
-    to_avg_sq = (_pointer(exp_avg_sq, tl.float32, ALIGNED) + start)[:, None] + position[None, :]
-    G_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 2  # 4 elements per thread, as of the state: nothing is rearranged
-    g = tl.load((_pointer(grad, DTYPE, ALIGNED, G_BYTES) + start)[:, None] + position[None, :], mask=mask, other=0.0)
+    to_master = (master + start)[:, None] + position[None, :]
+    to_avg = (exp_avg + start)[:, None] + position[None, :]
+    to_avg_sq = (exp_avg_sq + start)[:, None] + position[None, :]
+    g = tl.load((grad + start)[:, None] + position[None, :], mask=mask, other=0.0)
     g = g.to(tl.float32) * factor
     m = beta1 * tl.load(to_avg, mask=mask, other=0.0) + rest1 * g
     v = beta2 * tl.load(to_avg_sq, mask=mask, other=0.0) + rest2 * g * g
@@ -259,11 +261,10 @@ def adamw_kernel(
     tl.store(to_master, w, mask=mask)
 
     shown = _round(w, DTYPE)
-    weight = _pointer(_choose(addresses, segment), DTYPE, ALIGNED, G_BYTES)
     if COLUMNS:  # neighbouring threads take neighbouring places, whose channels often share a sector of a weight's row
         tl.store((weight + channel)[:, None] + (position.to(tl.int64) * channels)[None, :], shown, mask=mask)
     else:
-        tl.store((weight + channel.to(tl.int64) * length)[:, None] + position[None, :], shown, mask=mask)
+        tl.store((weight + channel * length)[:, None] + position[None, :], shown, mask=mask)
 
 
 @kernel
