@@ -37,7 +37,7 @@ def typer_command(
 ) -> Callable[..., None]:
     """A command with one flag per field of `settings` and per action; `function` gets those that were given, as text.
 
-    words: a field that holds a list, and also takes words without a flag: `--modes floor adamw` is `--modes floor --modes adamw`.
+    words: a field that holds a list and also takes words without a flag: `--modes floor adamw`.
     """
 
     def command(**flags: Any) -> None:
@@ -51,7 +51,7 @@ def typer_command(
         option = typer.Option(flag(name), help=text, metavar="FILE" if kind is str else None)
         annotations[name] = Annotated[kind | None, option]
     if words is not None:
-        annotations[WORDS] = Annotated[list[str] | None, typer.Argument(hidden=True)]
+        annotations[WORDS] = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="[MODE]...")]
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
