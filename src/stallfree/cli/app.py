@@ -16,9 +16,11 @@ from rich.console import Console
 from rich.markup import escape
 
 from stallfree import __version__
+from stallfree.cli.bench.settings import BenchSettings
+from stallfree.cli.bench.settings import load_settings as load_bench_settings
 from stallfree.cli.errors import OTHER_NAMES, UsageError, did_you_mean
 from stallfree.cli.finetune.settings import FinetuneSettings, load_settings
-from stallfree.cli.flags import ACTIONS, flag, typer_command
+from stallfree.cli.flags import ACTIONS, DEBUG, flag, typer_command
 from stallfree.config import FIELDS
 
 EXIT_USAGE = 2
@@ -51,7 +53,28 @@ def finetune(given: dict[str, Any]) -> None:
     raise typer.Exit(run(settings, resume=resume, overwrite=overwrite))
 
 
+def bench_step(given: dict[str, Any]) -> None:
+    """Time of a training step against its floor, forward and backward alone.
+
+    A mode is `floor`, `adamw` (torch's, on the device), a preset with settings (stallfree:update_interval=4,topk_ratio=0.2), or
+    another library: `deepspeed-zenflow`, `deepspeed-zero-offload`, `torchao`. docs/bench.md says how to read the numbers.
+    """
+    from stallfree.cli.bench.run import bench_step as run
+
+    raise typer.Exit(run(load_bench_settings(given)))
+
+
+def bench(context: typer.Context) -> None:
+    """Measure this machine."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(EXIT_USAGE)
+
+
 app.command("finetune")(typer_command(finetune, FinetuneSettings))
+benchmarks = typer.Typer(add_completion=False, rich_markup_mode=None, callback=bench, invoke_without_command=True)
+benchmarks.command("step")(typer_command(bench_step, BenchSettings, DEBUG, words="modes"))
+app.add_typer(benchmarks, name="bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -78,6 +101,9 @@ def _unknown_flag(error: Any) -> str:
     given = getattr(error, "option_name", None)
     if given is None or not hasattr(error, "possibilities"):
         return ""
+    if getattr(error.ctx, "info_name", None) == "step":
+        known = [flag(name) for name in (*BenchSettings.model_fields, *DEBUG)]
+        return f"there is no flag {given}{did_you_mean(given, known, or_else='; see stallfree bench step --help')}"
     field = given.lstrip("-").replace("-", "_")
     meant = OTHER_NAMES.get(field, field)
     if meant in FIELDS and meant not in FinetuneSettings.model_fields:

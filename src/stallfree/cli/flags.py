@@ -3,33 +3,55 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, get_args, get_origin
 
 import typer
-from pydantic import BaseModel
+import yaml
+from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 # What a command line may ask for beside the settings of a run: name -> (kind, help).
+DEBUG: dict[str, tuple[type, str]] = {"debug": (bool, "Show the traceback of an error.")}
 ACTIONS: dict[str, tuple[type, str]] = {
     "config": (str, "YAML file with settings, named like the flags; flags win."),
     "resume": (bool, "Continue the interrupted run in --output, bit for bit; its settings are read from there."),
     "overwrite": (bool, "Start anew in a --output that is not empty."),
-    "debug": (bool, "Show the traceback of an error."),
+    **DEBUG,
 }
+WORDS = "words"  # the parameter that takes what stands behind a flag's first value
 
 
-def typer_command(function: Callable[[dict[str, Any]], None], settings: type[BaseModel]) -> Callable[..., None]:
-    """A command with one flag per field of `settings` and per action; `function` gets those that were given, as text."""
+def setting(default: Any, text: str, *, metavar: str | None = None, shown: str = "", **limits: Any) -> Any:
+    """A field of a settings model. `metavar`, `shown`: how the value and the default are written, where it is not plain."""
+    extra: dict[str, Any] = {"metavar": metavar, "shown": shown}
+    return Field(default, description=text, json_schema_extra=extra, **limits)
+
+
+def typer_command(
+    function: Callable[[dict[str, Any]], None],
+    settings: type[BaseModel],
+    actions: Mapping[str, tuple[type, str]] = ACTIONS,
+    *,
+    words: str | None = None,
+) -> Callable[..., None]:
+    """A command with one flag per field of `settings` and per action; `function` gets those that were given, as text.
+
+    words: a field that holds a list and also takes words without a flag: `--modes floor adamw`.
+    """
 
     def command(**flags: Any) -> None:
         flags.pop("debug")  # read by main(), which also sees errors in the flags
+        if words is not None and (more := flags.pop(WORDS)):
+            flags[words] = [*(flags[words] or []), *more]
         function({name: value for name, value in flags.items() if value is not None})
 
     annotations = {name: _option(name, field) for name, field in settings.model_fields.items()}
-    for name, (kind, text) in ACTIONS.items():
+    for name, (kind, text) in actions.items():
         option = typer.Option(flag(name), help=text, metavar="FILE" if kind is str else None)
         annotations[name] = Annotated[kind | None, option]
+    if words is not None:
+        annotations[WORDS] = Annotated[list[str] | None, typer.Argument(hidden=True, metavar="[MODE]...")]
     command.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
@@ -46,20 +68,36 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def markdown_table(settings: type[BaseModel]) -> str:
+def parse_value(text: Any) -> Any:
+    """What the text of NAME=VALUE means. YAML alone reads 1e-3 as text."""
+    for read in (int, float, yaml.safe_load):
+        try:
+            return read(text) if isinstance(text, str) else text
+        except (ValueError, yaml.YAMLError):
+            continue
+    return text
+
+
+def first_mistake(error: ValidationError) -> tuple[str, str]:
+    """(field, or "" for the settings together; what is wrong with it)."""
+    first = error.errors()[0]
+    return str(first["loc"][0]) if first["loc"] else "", first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+
+
+def markdown_table(settings: type[BaseModel], actions: Mapping[str, tuple[type, str]] = ACTIONS) -> str:
     """Every flag, its value, default and meaning."""
     rows = ["| flag | value | default | meaning |", "|---|---|---|---|"]
     for name, field in settings.model_fields.items():
         cells = [f"`{flag(name)}`", _metavar(field) or "", _default(field), field.description or ""]
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    rows += [f"| `{flag(name)}` | {'FILE' if kind is str else ''} | | {text} |" for name, (kind, text) in ACTIONS.items()]
+    rows += [f"| `{flag(name)}` | {'FILE' if kind is str else ''} | | {text} |" for name, (kind, text) in actions.items()]
     return "\n".join(rows)
 
 
 def _option(name: str, field: FieldInfo) -> Any:
     # Values stay text: the settings model checks flags and YAML alike, with one wording.
     switch = field.annotation is bool
-    kind = bool if switch else list[str] if get_origin(field.annotation) is dict else str
+    kind = bool if switch else list[str] if get_origin(field.annotation) in (dict, list) else str
     names = f"{flag(name)}/--no-{flag(name)[2:]}" if switch else flag(name)
     default = _default(field)
     text = f"{field.description} [default: {default}]" if default else field.description
@@ -86,6 +124,6 @@ def _metavar(field: FieldInfo) -> str | None:
 def _default(field: FieldInfo) -> str:
     if shown := _extra(field)["shown"]:
         return str(shown)
-    if field.is_required() or field.default is None or field.default is False or field.default == {}:
+    if field.is_required() or field.default is None or field.default is False or field.default in ({}, []):
         return ""
     return ",".join(map(str, field.default)) if isinstance(field.default, tuple) else str(field.default)

@@ -26,10 +26,14 @@ def choose_dtype(device: str) -> tuple[Literal["float32", "bfloat16"], str]:
 
 def hardware(device: str) -> str:
     """The GPU, if it trains, the CPU, and the cores that this process may use."""
-    found = re.search(r"^model name\s*: (.*)$", _cpu_info(), re.MULTILINE)
-    name = found[1] if found else platform.processor() or platform.machine()
-    cpu = f"{name}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} torch threads"
+    cpu = f"{cpu_name()}, {len(os.sched_getaffinity(0))} cores, {torch.get_num_threads()} torch threads"
     return f"{torch.cuda.get_device_name()}; {cpu}" if device == "cuda" else cpu
+
+
+def cpu_name() -> str:
+    """The CPU's model, as far as the system tells."""
+    found = re.search(r"^model name\s*: (.*)$", _cpu_info(), re.MULTILINE)
+    return found[1] if found else platform.processor() or platform.machine()
 
 
 def versions() -> str:

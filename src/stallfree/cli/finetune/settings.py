@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator, model_validator
 
 from stallfree.cli.errors import UsageError, did_you_mean
-from stallfree.cli.flags import ACTIONS, flag
+from stallfree.cli.flags import ACTIONS, first_mistake, flag, parse_value, setting
 from stallfree.config import FIELDS, PRESETS, ZenFlowConfig
 
 SETTINGS_FILE = "settings.yaml"  # in the output directory: what --resume reads
 MODEL_NAMES = ("smollm2-135m", "tiny")  # that need no directory
-
-
-def _setting(default: Any, text: str, *, metavar: str | None = None, shown: str = "", **limits: Any) -> Any:
-    extra: dict[str, Any] = {"metavar": metavar, "shown": shown}
-    return Field(default, description=text, json_schema_extra=extra, **limits)
 
 
 class FinetuneSettings(BaseModel):
@@ -29,62 +24,62 @@ class FinetuneSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    model: str = _setting(..., "Directory in Transformers format, `smollm2-135m`, or `tiny` (random, for trying out).")
-    data: str = _setting(..., "Text file, JSONL file, or `builtin:TASK` with the name of a reasoning-gym task.")
-    output: Path = _setting(Path("finetuned"), "Directory for the model, its log and report.", metavar="DIR")
+    model: str = setting(..., "Directory in Transformers format, `smollm2-135m`, or `tiny` (random, for trying out).")
+    data: str = setting(..., "Text file, JSONL file, or `builtin:TASK` with the name of a reasoning-gym task.")
+    output: Path = setting(Path("finetuned"), "Directory for the model, its log and report.", metavar="DIR")
 
-    lr: float = _setting(2e-5, "Peak learning rate.", gt=0)
-    schedule: Literal["cosine", "linear", "constant"] = _setting(
+    lr: float = setting(2e-5, "Peak learning rate.", gt=0)
+    schedule: Literal["cosine", "linear", "constant"] = setting(
         "cosine", "Learning rate after the warm-up: down to zero along a cosine or a line, or constant."
     )
-    warmup: float = _setting(0.05, "Steps over which the learning rate rises; below 1: a share of all steps.", ge=0)
-    steps: int | None = _setting(None, "Optimizer steps.", ge=1)
-    epochs: float | None = _setting(None, "Passes over the data, instead of --steps.", shown="1", gt=0)
-    micro_batch: int = _setting(4, "Sequences per forward pass.", ge=1)
-    accumulation: int = _setting(1, "Forward passes per optimizer step.", ge=1)
-    seq_length: int = _setting(512, "Tokens per sequence, at most; longer text is split, longer answers are cut.", ge=8)
-    weight_decay: float = _setting(0.01, "Of matrices; vectors (norms, biases) have none.", ge=0)
-    betas: tuple[float, float] = _setting((0.9, 0.999), "AdamW's decay rates.", metavar="FLOAT,FLOAT")
-    eps: float = _setting(1e-8, "AdamW's epsilon.", gt=0)
-    max_grad_norm: float | None = _setting(
+    warmup: float = setting(0.05, "Steps over which the learning rate rises; below 1: a share of all steps.", ge=0)
+    steps: int | None = setting(None, "Optimizer steps.", ge=1)
+    epochs: float | None = setting(None, "Passes over the data, instead of --steps.", shown="1", gt=0)
+    micro_batch: int = setting(4, "Sequences per forward pass.", ge=1)
+    accumulation: int = setting(1, "Forward passes per optimizer step.", ge=1)
+    seq_length: int = setting(512, "Tokens per sequence, at most; longer text is split, longer answers are cut.", ge=8)
+    weight_decay: float = setting(0.01, "Of matrices; vectors (norms, biases) have none.", ge=0)
+    betas: tuple[float, float] = setting((0.9, 0.999), "AdamW's decay rates.", metavar="FLOAT,FLOAT")
+    eps: float = setting(1e-8, "AdamW's epsilon.", gt=0)
+    max_grad_norm: float | None = setting(
         None, "Clip the gradient norm to this; 0: no clipping.", shown="1, or 0 where the preset cannot clip", ge=0
     )
-    gradient_checkpointing: bool = _setting(False, "Recompute activations in the backward pass: less memory, slower.")
-    dtype: Literal["auto", "float32", "bfloat16"] = _setting(
+    gradient_checkpointing: bool = setting(False, "Recompute activations in the backward pass: less memory, slower.")
+    dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Type of weights and gradients; auto: bfloat16 where the device computes it in hardware, else float32."
     )
-    device: Literal["cpu", "cuda"] | None = _setting(None, "Where to train.", shown="the GPU if there is one")
-    seed: int = _setting(0, "Of the data's order, of the tasks and of `tiny`.", ge=0, lt=2**31)
+    device: Literal["cpu", "cuda"] | None = setting(None, "Where to train.", shown="the GPU if there is one")
+    seed: int = setting(0, "Of the data's order, of the tasks and of `tiny`.", ge=0, lt=2**31)
 
-    preset: str = _setting("stallfree", f"Row of optimizer settings: {', '.join(PRESETS)}.", metavar="NAME")
-    set: dict[str, Any] = _setting(
+    preset: str = setting("stallfree", f"Row of optimizer settings: {', '.join(PRESETS)}.", metavar="NAME")
+    set: dict[str, Any] = setting(
         {},
         "Any field of ZenFlowConfig over the preset; may be repeated.",
         metavar="NAME=VALUE",
     )
 
-    examples: int = _setting(2000, "Problems to generate for a `builtin:` task.", ge=2)
-    eval_size: int | None = _setting(None, "Sequences held out from training.", shown="a tenth of the data, at most 64", ge=1)
-    eval_every: int | None = _setting(
+    examples: int = setting(2000, "Problems to generate for a `builtin:` task.", ge=2)
+    eval_size: int | None = setting(None, "Sequences held out from training.", shown="a tenth of the data, at most 64", ge=1)
+    eval_every: int | None = setting(
         None,
         "Steps between evaluations; 0: before and after only.",
         shown="a quarter of the steps",
         ge=0,
     )
-    score_size: int = _setting(32, "Held-out problems of a `builtin:` task to answer before and after; 0: none.", ge=0)
-    sample_prompt: str | None = _setting(
+    score_size: int = setting(32, "Held-out problems of a `builtin:` task to answer before and after; 0: none.", ge=0)
+    sample_prompt: str | None = setting(
         None,
         "Prompt of the sample answers before and after.",
         shown="the first three held-out ones",
         min_length=1,
     )
-    log_every: int | None = _setting(
+    log_every: int | None = setting(
         None,
         "Steps between readings of rho, stall and the like: each makes a GPU wait. Loss and speed are logged at every step.",
         shown="10 on a GPU, else 1",
         ge=1,
     )
-    save_every: int = _setting(0, "Steps between checkpoints; 0: only when interrupted.", ge=0)
+    save_every: int = setting(0, "Steps between checkpoints; 0: only when interrupted.", ge=0)
 
     @property
     def clip(self) -> float | None:
@@ -139,7 +134,7 @@ class FinetuneSettings(BaseModel):
     @field_validator("set", mode="before")
     @classmethod
     def _parse_values(cls, value: Any) -> Any:
-        return {name: _value(text) for name, text in value.items()} if isinstance(value, dict) else value
+        return {name: parse_value(text) for name, text in value.items()} if isinstance(value, dict) else value
 
 
 def load_settings(given: Mapping[str, Any], *, resume: bool = False) -> FinetuneSettings:
@@ -196,13 +191,11 @@ def _validate(
     try:
         return FinetuneSettings.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        reason = first["msg"].removeprefix("Value error, ").removeprefix("Input ")
-        if not first["loc"]:
+        name, reason = first_mistake(error)
+        if not name:
             place = f"{file}: preset, set" if from_file & {"preset", "set"} else "--preset, --set"
             raise UsageError(f"optimizer settings ({place}): {reason}") from None
-        name = str(first["loc"][0])
-        if first["type"] == "missing":
+        if name not in values:
             raise UsageError(f"{flag(name)} is missing: {FinetuneSettings.model_fields[name].description}") from None
         place = f"{file}: {name}" if name in from_file else flag(name)
         raise UsageError(f"{place} {values[name]}: {reason[0].lower()}{reason[1:]}") from None
@@ -246,13 +239,3 @@ def _check_assignment(where: str, name: str) -> None:
         raise UsageError(f"{where}: this one is a flag of its own, {flag(name)}")
     if name not in FIELDS and (hint := did_you_mean(name, FIELDS)):
         raise UsageError(f"{where}: ZenFlowConfig has no setting {name!r}{hint}")
-
-
-def _value(text: Any) -> Any:
-    """What a setting's text means. YAML alone reads 1e-3 as text."""
-    for read in (int, float, yaml.safe_load):
-        try:
-            return read(text) if isinstance(text, str) else text
-        except (ValueError, yaml.YAMLError):
-            continue
-    return text

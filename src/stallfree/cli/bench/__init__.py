@@ -1,0 +1,1 @@
+"""`stallfree bench step`: the time of a training step against its floor."""

@@ -1,0 +1,59 @@
+"""The rows as a table on the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+COLUMNS = (
+    "mode",
+    "mean ms",
+    "× floor",
+    "rounds ms",
+    "median",
+    "p99",
+    "p99/mean",
+    "max",
+    "stall ms",
+    "B/param down, up",
+    "host B/param",
+    "peak GiB",
+    "growth MiB host, GPU",
+)
+
+
+def table(rows: list[dict[str, Any]]) -> Table:
+    """One line per mode; – for what a mode does not count."""
+    made = Table(box=None, pad_edge=False)
+    for place, column in enumerate(COLUMNS):
+        made.add_column(column, justify="left" if place == 0 else "right", no_wrap=True)
+    for entry in rows:
+        made.add_row(*_cells(entry))
+    return made
+
+
+def _cells(entry: dict[str, Any]) -> list[str]:
+    if "mean_ms" not in entry:
+        return [entry["mode"], *["–"] * (len(COLUMNS) - 1)]
+    rounds = entry["round_ms"]
+    growth = [entry[name] for name in ("host_growth_MiB", "device_growth_MiB") if name in entry]
+    return [
+        entry["mode"],
+        f"{entry['mean_ms']:.1f}",
+        _number(entry.get("ratio"), ".3f"),
+        f"{min(rounds):.1f}–{max(rounds):.1f}",
+        f"{entry['median_ms']:.1f}",
+        f"{entry['p99_ms']:.1f}",
+        f"{entry['p99_to_mean']:.2f}",
+        f"{entry['max_ms']:.1f}",
+        _number(entry.get("stall_ms"), ".1f"),
+        ", ".join(_number(entry.get(f"{way}_bytes_per_parameter"), ".2f") for way in ("down", "up")),
+        _number(entry.get("host_bytes_per_parameter"), ".1f"),
+        _number(entry.get("device_peak_GiB"), ".2f"),
+        ", ".join(f"{value:.0f}" for value in growth),
+    ]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)

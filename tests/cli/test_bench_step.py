@@ -1,0 +1,377 @@
+"""`stallfree bench step`: what cannot be measured is said before anything is built, and a run leaves its numbers."""
+
+import json
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from stallfree import ZenFlowConfig, channel_dims, planner
+from stallfree.cli import main
+from stallfree.cli.bench import fit, modes, run
+from stallfree.cli.bench.measure import LocalRunner
+from stallfree.cli.bench.modes import PEERS, parse_mode
+from stallfree.cli.bench.peers import deepspeed_settings
+from stallfree.cli.bench.records import GIB
+from stallfree.cli.bench.settings import ACTIONS, BenchSettings, command_line, load_settings
+from stallfree.cli.bench.shapes import SHAPES, build_model, model_config
+from stallfree.cli.bench.trace import CLOCK, HOST, host_spans, record_trace
+from stallfree.cli.bench.worker import PeerError, RemoteRunner
+from stallfree.cli.errors import UsageError
+from stallfree.cli.flags import flag, markdown_table
+
+QUICK = dict(model="tiny", batch=1, seq=16, rounds=2, steps=4, warm_up=6, dtype="float32", device="cpu")
+
+
+@pytest.fixture
+def bench(tmp_path, capfd):
+    """Run `stallfree bench step`; returns (exit code, stdout, stderr, what it wrote)."""
+
+    def run(*words, **options):
+        options = QUICK | {"output": tmp_path / "out"} | options
+        flags = [text for name, value in options.items() for text in (flag(name), str(value))]
+        code = main(["bench", "step", *words, *flags])
+        file = tmp_path / "out" / "step.json"
+        return code, *capfd.readouterr(), json.loads(file.read_text()) if file.is_file() else None
+
+    return run
+
+
+@pytest.fixture
+def without_peers(monkeypatch):
+    monkeypatch.setattr(modes, "find_spec", lambda name: None)
+
+
+# Modes
+
+
+def test_modes_are_names_with_settings():
+    mode = parse_mode("stallfree:update_interval=4,topk_ratio=2e-1,stagger=false")
+    assert mode.config == ZenFlowConfig(update_interval=4, topk_ratio=0.2, stagger=False)
+    zenflow = parse_mode("deepspeed-zenflow:update_interval=2")
+    assert zenflow.options == PEERS["deepspeed-zenflow"].options | {"update_interval": 2}
+    section = deepspeed_settings(zenflow, load_settings({}))["zero_optimization"]["zenflow"]
+    assert (section["update_interval"], section["topk_ratio"]) == (2, 0.1)
+    assert "zenflow" not in deepspeed_settings(parse_mode("deepspeed-zero-offload"), load_settings({}))["zero_optimization"]
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("stalfree", r"^mode 'stalfree': there is no 'stalfree'; did you mean stallfree\?; there are: floor, adamw, stallfree"),
+        ("stallfree:4", r"^mode 'stallfree:4': write NAME:SETTING=VALUE"),
+        ("stallfree:", r"write NAME:SETTING=VALUE"),
+        ("stallfree:update_intervall=4", r"ZenFlowConfig has no setting 'update_intervall'; did you mean 'update_interval'\?"),
+        ("stallfree:topk_ratio=2", r"topk_ratio must be a share from 0 to 1; got 2"),
+        ("stallfree:preset=device", r"the preset is what stands before the colon, as in device:"),
+        ("adamw:lr=1", r"adamw has no setting 'lr'; it takes none"),
+        ("torchao:fused=1", r"torchao has no setting 'fused'; there are: offload_gradients"),
+    ],
+)
+def test_wrong_modes_are_refused_before_anything_is_built(bench, monkeypatch, text, message):
+    monkeypatch.setattr(run, "rehearse", None)
+    with pytest.raises(UsageError, match=message):
+        parse_mode(text)
+    code, _, err, found = bench("--modes", "floor", text)
+    assert (code, found) == (2, None)
+    assert err.startswith("error: mode")
+
+
+def test_peers_that_are_absent(bench, without_peers):
+    code, out, _, found = bench(rounds=1, steps=1)
+    assert code == 0
+    assert [entry["mode"] for entry in found["rows"]] == ["floor", "adamw", "stallfree", "zero-offload"]
+    assert "skipped: torchao: torchao is not installed: pip install torchao" in out
+    code, _, err, _ = bench("--modes", "deepspeed-zenflow")
+    assert code == 2
+    assert "mode deepspeed-zenflow: deepspeed is not installed: pip install deepspeed==0.19.6" in err
+
+
+def test_peers_need_a_gpu(monkeypatch):
+    monkeypatch.setattr(modes, "find_spec", lambda name: object())
+    assert parse_mode("torchao").why_absent("cpu") == "torchao needs a GPU"
+    assert parse_mode("torchao").why_absent("cuda") == ""
+
+
+# Settings and models
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(batch=0), "--batch 0: should be greater than or equal to 1"),
+        (dict(seq="x"), "--seq x: should be a valid integer"),
+        (dict(seq=100_000), "--seq 100000: tiny takes at most 32768 tokens"),
+        (dict(model="2b"), "model '2b' is neither a directory with a config.json nor one of: tiny, 0.5b, 1.5b, 3b, 7b"),
+        (dict(dtype="float16"), "--dtype float16: should be 'bfloat16' or 'float32'"),
+        (dict(trace="t.txt"), "--trace t.txt: should be a file whose name ends in .json"),
+        (dict(batch_size=3), "there is no flag --batch-size; did you mean --batch?"),
+    ],
+)
+def test_wrong_settings(bench, options, message):
+    code, _, err, _ = bench("--modes", "adamw", **options)
+    assert code == 2
+    assert message in err
+
+
+def test_a_gpu_that_is_not_there(bench, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    code, _, err, _ = bench(device="cuda")
+    assert code == 2
+    assert "--device cuda: torch sees no GPU" in err
+
+
+def test_a_trace_needs_a_preset(bench, tmp_path):
+    code, _, err, _ = bench("--modes", "adamw", trace=tmp_path / "t.json")
+    assert code == 2
+    assert "--trace records a mode of Stallfree's own" in err
+
+
+def test_output_is_checked_first(bench, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "rehearse", None)
+    (tmp_path / "numbers").write_text("")
+    code, _, err, _ = bench("--modes", "floor", output=tmp_path / "numbers")
+    assert code == 2
+    assert "is a file: give a directory" in err
+
+
+@pytest.mark.parametrize("name, parameters", [("0.5b", 494.0e6), ("1.5b", 1543.7e6), ("3b", 3085.9e6), ("7b", 7615.6e6)])
+def test_shapes_are_those_of_qwen(name, parameters):
+    settings = load_settings({"model": name})
+    model = build_model(model_config(settings), settings, "meta")
+    assert sum(param.numel() for param in model.parameters()) == pytest.approx(parameters, rel=1e-4)
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_directory_with_a_configuration(bench, tmp_path):
+    config = model_config(load_settings({"model": "tiny"}))
+    config.save_pretrained(tmp_path / "model")
+    code, _, _, found = bench("--gradient-checkpointing", "--modes", "floor", model=tmp_path / "model", steps=1, rounds=1)
+    assert code == 0
+    settings = load_settings(QUICK)
+    expected = sum(param.numel() for param in build_model(config, settings, "meta").parameters())
+    assert found["rows"][0]["parameters"] == expected
+    (tmp_path / "model" / "config.json").write_text("{")
+    code, _, err, _ = bench("--modes", "floor", model=tmp_path / "model")
+    assert code == 2
+    assert "config.json cannot be read" in err
+
+
+def test_the_command_can_be_repeated():
+    settings = load_settings({"model": "tiny", "apart": True, "modes": ["floor", "stallfree:lag=1"], "steps": "7"})
+    assert command_line(settings) == "stallfree bench step --model tiny --modes floor stallfree:lag=1 --steps 7 --apart"
+
+
+def test_docs_list_every_flag():
+    page = (Path(__file__).parents[2] / "docs" / "bench.md").read_text(encoding="utf-8")
+    table = markdown_table(BenchSettings, ACTIONS)
+    assert table in page, f"docs/bench.md needs this table:\n{table}"
+    assert all(f"`{name}`" in page for name in (*PEERS, *SHAPES))
+
+
+# Whole runs
+
+
+def test_a_run_in_turns(bench, tmp_path):
+    code, out, _, found = bench(
+        "--modes", "adamw", "stallfree:update_interval=4", "zero-offload", "device", trace=tmp_path / "trace.json"
+    )
+    assert code == 0
+    assert out.index("round 1 of 2: zero-offload") < out.index("round 2 of 2: floor")
+    names = ["floor", "adamw", "stallfree:update_interval=4", "zero-offload", "device"]
+    rows = {entry["mode"]: entry for entry in found["rows"]}
+    assert list(rows) == names
+    floor = rows["floor"]
+    assert floor["ratio"] == 1
+    for entry in rows.values():
+        assert (entry["steps"], len(entry["round_ms"])) == (8, 2)
+        assert entry["ratio"] == pytest.approx(entry["mean_ms"] / floor["mean_ms"])
+        assert entry["floor_round_ms"] == floor["round_ms"]
+        assert 0 < entry["median_ms"] <= entry["p99_ms"] <= entry["max_ms"]
+        assert "device_peak_GiB" not in entry
+    settings = load_settings(QUICK)
+    model = build_model(model_config(settings), settings, "meta")
+    deferred = sum(param.numel() for param in model.parameters() if param.numel() >= 16384)
+    offload, own = rows["zero-offload"], rows["stallfree:update_interval=4"]
+    for way in ("down", "up"):
+        assert offload[f"{way}_bytes_per_parameter"] == pytest.approx(4 * deferred / offload["parameters"], rel=0.02)
+    assert own["down_bytes_per_parameter"] == pytest.approx(0.9 * offload["down_bytes_per_parameter"], rel=0.1)
+    assert own["up_bytes_per_parameter"] < 0.5 * offload["up_bytes_per_parameter"]
+    assert rows["device"]["down_bytes_per_parameter"] == pytest.approx(0, abs=1e-3)
+    assert "stall_ms" in own
+    assert "stall_ms" not in rows["adamw"]
+
+    environment = found["environment"]
+    assert environment["torch"] == torch.__version__
+    assert environment["versions"]["transformers"]
+    assert environment["cores"] >= 1
+    assert environment["settings"]["seq"] == 16
+    assert environment["command"].startswith("stallfree bench step --model tiny --batch 1 --seq 16 --modes adamw stallfree:")
+    assert not found["interrupted"]
+
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert sum(event.get("name") == "step" and event.get("cat") == "user_annotation" for event in trace["traceEvents"]) == 5
+    assert any(event["ph"] == "M" and event.get("args", {}).get("name") == HOST for event in trace["traceEvents"])
+
+
+def test_apart_the_floor_is_measured_beside_each_mode(bench):
+    code, out, _, found = bench("--apart", "--modes", "adamw", "device", rounds=1, steps=3)
+    assert code == 0
+    assert [line for line in out.splitlines() if line.startswith("building")] == [
+        f"building {mode}" for mode in ("floor", "adamw", "floor", "device", "floor")
+    ]
+    floor, adamw, device = found["rows"]
+    before, between, after = floor["round_ms"]
+    assert adamw["floor_round_ms"] == [before, between]
+    assert device["floor_round_ms"] == [between, after]
+    assert adamw["ratio"] == pytest.approx(adamw["mean_ms"] / ((before + between) / 2))
+
+
+def test_modes_that_do_not_fit_at_once_are_measured_apart(bench, monkeypatch):
+    monkeypatch.setattr(run, "together", lambda *_: False)
+    code, out, _, _ = bench("--modes", "adamw", rounds=1, steps=1)
+    assert code == 0
+    assert "not all modes fit into memory at once" in out
+    assert out.count("building floor") == 2
+
+
+def test_a_mode_that_is_too_large_alone(bench, monkeypatch, without_peers):
+    monkeypatch.setattr(run, "why_too_large", lambda need, step, room: "needs about 9 GiB" if need.host else "")
+    code, _, err, _ = bench("--modes", "adamw", "stallfree")
+    assert code == 2
+    assert "mode stallfree needs about 9 GiB; or leave it out" in err
+    code, out, _, found = bench(rounds=1, steps=1)
+    assert code == 0
+    assert "skipped: zero-offload needs about 9 GiB" in out
+    assert [entry["mode"] for entry in found["rows"]] == ["floor", "adamw"]
+
+
+def test_a_mode_that_fails_leaves_the_others(bench, monkeypatch):
+    def run_out(self):
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(modes.WithStallfree, "update", run_out)
+    code, out, _, found = bench("--modes", "stallfree", "adamw", rounds=1, steps=1)
+    assert code == 1
+    assert "stallfree failed: no more" in out
+    assert found["rows"][1] == {"mode": "stallfree", "error": "failed: no more"}
+    assert found["rows"][2]["ratio"] > 0
+
+
+def test_ctrl_c_shows_what_was_measured(bench, monkeypatch):
+    measured, rounds = LocalRunner.round, []
+
+    def round_or_interrupt(self, steps):
+        rounds.append(self.mode.text)
+        if len(rounds) == 4:
+            raise KeyboardInterrupt
+        return measured(self, steps)
+
+    monkeypatch.setattr(LocalRunner, "round", round_or_interrupt)
+    code, out, _, found = bench("--modes", "adamw", "stallfree", rounds=3)
+    assert code == 130
+    assert found["interrupted"]
+    assert "interrupted; measured so far:" in out
+    assert [entry["steps"] for entry in found["rows"]] == [4, 4, 4]
+
+
+def test_a_warm_up_that_is_too_short_is_noted(bench):
+    code, out, _, found = bench("--modes", "stallfree:full_warm_up_rounds=50", rounds=1, steps=1)
+    assert code == 0
+    assert "was still warming up after 6 steps: raise --warm-up" in out
+    assert "warming up" in found["rows"][1]["note"]
+
+
+# Its parts
+
+
+def test_a_process_of_its_own_takes_turns():
+    settings = load_settings(QUICK | {"modes": ["adamw"]})
+    runner = RemoteRunner(parse_mode("adamw"), settings)
+    try:
+        assert runner.build().parameters == 361_600
+        assert len(runner.round(3).step_ms) == 3
+        process = runner.process
+        process.kill()
+        process.wait()
+        with pytest.raises(PeerError, match=r"^adamw ended: "):
+            runner.round(3)
+    finally:
+        runner.close()
+    assert process.returncode is not None
+
+
+def test_a_peer_takes_turns_with_the_others(bench, monkeypatch):
+    peer = modes.Peer("torch", "", {}, 8)
+    monkeypatch.setattr(modes.Mode, "peer", property(lambda mode: peer if mode.name == "adamw" else None))
+    monkeypatch.setattr(modes.Mode, "why_absent", lambda mode, device: "")
+    code, out, _, found = bench("--modes", "adamw", "device", rounds=2, steps=2)
+    assert code == 0
+    assert [line.split(": ")[1] for line in out.splitlines() if line.startswith("round")] == ["floor", "adamw", "device"] * 2
+    assert [entry["steps"] for entry in found["rows"]] == [4, 4, 4]
+    assert found["rows"][1]["ratio"] > 0
+
+
+def test_a_process_of_its_own_says_why_it_failed():
+    runner = RemoteRunner(SimpleNamespace(text="nothing"), load_settings(QUICK))
+    try:
+        with pytest.raises(PeerError, match=r"UsageError: mode 'nothing': there is no 'nothing'"):
+            runner.build()
+    finally:
+        runner.close()
+
+
+def test_what_fits_at_once():
+    room = fit.Room(device=100 * GIB, host=100 * GIB)
+    local, peer = fit.Need(10 * GIB, 40 * GIB, False), fit.Need(10 * GIB, 0, True)
+    assert fit.together([local, local], 70 * GIB, room)
+    assert not fit.together([local, local], 71 * GIB, room)
+    assert not fit.together([local, local, local], 0, room)  # host
+    assert fit.together([local, peer], 33 * GIB, room)  # a step's memory twice, and the process
+    assert not fit.together([local, peer], 34 * GIB, room)
+    assert not fit.together([local], 0, fit.Room(None, 55 * GIB))
+    assert fit.why_too_large(local, 90 * GIB, room) == ""
+    assert fit.why_too_large(local, 91 * GIB, room).startswith("needs about 101.0 GiB of GPU memory, 100.0 GiB are free")
+    assert "of host memory" in fit.why_too_large(local, 0, fit.Room(100 * GIB, 39 * GIB))
+
+
+def test_a_mode_s_needs_are_the_planner_s():
+    settings = load_settings({"model": "1.5b"})
+    model = build_model(model_config(settings), settings, "meta")
+    count = sum(param.numel() for param in model.parameters())
+    assert fit.needs(parse_mode("floor"), model) == fit.Need(2 * count, 0, False)
+    assert fit.needs(parse_mode("adamw"), model).device == 6 * count
+    mode = parse_mode("stallfree:moments_dtype=bfloat16")
+    plan = planner.plan(list(model.named_parameters()), mode.config.replace(channel_dim=channel_dims(model)))
+    assert fit.needs(mode, model) == fit.Need(2 * count + plan.device_state + plan.device_staging, plan.host, False)
+    assert fit.needs(parse_mode("deepspeed-zenflow"), model) == fit.Need(2 * count, 50 * count, True)
+
+
+def test_a_trace_has_a_track_of_the_host(tmp_path):
+    spans = []
+
+    def step():
+        begin = time.monotonic_ns()
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        time.sleep(0.002)
+        spans.append((len(spans), begin - 500_000, begin, time.monotonic_ns()))
+
+    spans.append((0, 0, 1, 2))  # long before: left out
+    worker = SimpleNamespace(history=lambda: list(spans))
+    record_trace(tmp_path / "t.json", step, 3, SimpleNamespace(engine=SimpleNamespace(worker=worker)), on_gpu=False)
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    host = [event for event in events if event.get("cat") == HOST]
+    assert [event["name"] for event in host] == [f"{ticket}, ready 0.50 ms before" for ticket in (1, 2, 3)]
+    steps = [event for event in events if event.get("name") == "step" and event.get("cat") == "user_annotation"]
+    assert len(steps) == 3
+    for own, around in zip(host, sorted(steps, key=lambda event: event["ts"]), strict=True):
+        assert own["pid"] == HOST
+        assert own["dur"] >= 2000  # microseconds
+        assert around["ts"] - 200 <= own["ts"] <= own["ts"] + own["dur"] <= around["ts"] + around["dur"] + 200
+    assert sum(event.get("name") == CLOCK for event in events) == 1
+
+
+def test_a_worker_without_a_history_has_no_spans():
+    assert host_spans(SimpleNamespace(engine=SimpleNamespace(worker=object()))) == []
