@@ -11,8 +11,7 @@ from torch import Tensor
 from stallfree.engine import selection
 from stallfree.engine.blocks import Block
 from stallfree.engine.channels import Channels
-from stallfree.kernels.block import BlockKernel, BlockLayout, Segment, Targets, targets
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, Targets, targets
 
 ALIGNMENT = 64  # elements
 
@@ -62,6 +61,7 @@ class SelectedState:
         numbers = 2 * self.chosen.places + self.chosen.deferred_channels if self.chosen.places else 0
         self.numbers = torch.empty(numbers, dtype=torch.int32, device=self.device)  # of a hand-over, on their way down
         self.gradient = torch.empty(self.chosen.selected_numel, dtype=block.dtype, device=self.device)
+        self.held = torch.zeros(self.chosen.places, dtype=torch.int32, device=self.device)  # the channel of each place
         self.reset()
 
     def _layout(self, selected: Sequence[int], layouts: Layouts) -> BlockLayout:
@@ -87,6 +87,8 @@ class SelectedState:
     def follow(self, installed: Division, handover: Handover | None = None) -> None:
         """Adopt a division: whose state is here, and who is on the move."""
         self.installed, self.handover = installed, handover
+        if installed.divided:
+            self.held.copy_(installed.targets.selected)
         self.division = handover.division if handover else installed  # which gradients follow
         self.channels.of(self.channels.deferred, *self._ends).copy_(self.division.targets.rows < 0)
 
@@ -113,13 +115,12 @@ class SelectedState:
         self.kernel.split(layout, self.division.targets, grads, self.squares, selected, deferred)
         self.channels.changed()
 
-    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor) -> None:
-        """AdamW of the selected channels of weights that have hypers, visible to the next forward pass."""
-        layout = self.installed.layout
-        if layout.places and any(hypers):
-            state = (self.master, self.exp_avg, self.exp_avg_sq, self.steps)
-            params = self.block.params
-            self.kernel.adamw(layout, self.installed.targets, params, *state, self.gradient, hypers, factors, skip)
+    @property
+    def planned(self) -> Part:
+        """The selected channels as AdamW steps them."""
+        params = [param.detach() for param in self.block.params]
+        state = (self.master, self.exp_avg, self.exp_avg_sq, self.steps)
+        return Part(self.chosen, self.held, params, *state, self.gradient)
 
     def show(self) -> None:
         """Write the masters of selected channels into the parameters."""

@@ -32,6 +32,7 @@ from stallfree.engine.transfer import link_to
 from stallfree.engine.uninterrupted import uninterrupted
 from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window, Written, written
 from stallfree.kernels import block_kernel
+from stallfree.kernels.block import Update
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import ReplayJob
 from stallfree.kernels.windows import Call, WindowWork
@@ -74,6 +75,7 @@ class Engine:
         self.closed = False
         self.groups: list[ResidentGroup] = []
         self._layouts: Layouts = {}
+        self._adamw: Update | None = None  # of all that the device updates; None: to be planned
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._records: tuple[Tensor, Tensor] | None = None  # by call: skip flag and factors; on the device, the host
@@ -107,7 +109,7 @@ class Engine:
 
     def take(self, residents: Sequence[Sequence[Resident]], blocks: Sequence[Block]) -> None:
         """The same, with residents and weights grouped already, and the weights' keys in the order of the blocks."""
-        groups = [ResidentGroup(group, self.kernel) for group in residents]
+        groups = [ResidentGroup(group) for group in residents]
         split = [weight for block in blocks for weight in block.weights]
         self.groups.extend(groups)
         self.residents.update({state.resident.param: state for group in groups for state in group.states})
@@ -121,6 +123,7 @@ class Engine:
         self.pool.reserve(slot_bytes([block.block for block in self.blocks], self.config))
         trained = [*(resident.param for group in residents for resident in group), *(weight.param for weight in split)]
         self._take_over(trained)
+        self._adamw = None
         for param in trained:
             self.managed[param] = len(self.seen)
             self.seen.append(written(param))
@@ -135,7 +138,7 @@ class Engine:
             self._hooks.append(weight.param.requires_grad_().register_post_accumulate_grad_hook(arrived))
             weight.param.requires_grad_(trains)  # torch refuses hooks of frozen parameters, but keeps them
         # Records of earlier calls keep their memory. A row is used again when its call's windows have been published.
-        shape = (slots_needed(self.config) + 1, 1 + len(self.weights))
+        shape = (slots_needed(self.config) + 1, 1 + len(self.weights) + len(self.residents))
         on_device = torch.empty(shape, dtype=torch.float32, device=self.device)
         self._records = (on_device, self.link.host_empty(shape, torch.float32))
 
@@ -175,17 +178,13 @@ class Engine:
 
     def _update(self, hypers: Hypers) -> None:
         dense = [[resident.param.grad for resident in group.residents] for group in self.groups]
-        skip, clip, factors, record = self._judge([grad for grads in dense for grad in grads if grad is not None])
+        skip, factors, record = self._judge([grad for grads in dense for grad in grads if grad is not None])
         self._show_coming()
         for block in sorted(self.blocks, key=lambda block: block.exchange is None or block.exchange.arrival is None):
             self._publish_due(block)  # first where there is something on the device that keeps others from coming up
-        clips = clip.repeat(max((len(grads) for grads in dense), default=0))
-        for group, grads in zip(self.groups, dense, strict=True):
-            group.step(grads, [hypers.get(resident.param) for resident in group.residents], clips, skip)
+        self._step_device(dense, hypers, factors, skip)
         for block in self.blocks:
             present = tuple(hypers[state.weight.param] if state.staged is not None else None for state in block.weights)
-            first = block.weights[0].weight.key
-            block.half.step(present, factors[first : first + len(present)], skip)
             self._collect(block, present, record)
         closing = [(block, self._close(block)) for block in self._in_turn() if block.schedule.closes(self.clock)]
         self._replay(closing)
@@ -194,14 +193,30 @@ class Engine:
                 self._publish_due(block)
         self._finish_call()
 
+    def _step_device(self, dense: list[list[Tensor | None]], hypers: Hypers, factors: Tensor, skip: Tensor) -> None:
+        """AdamW of selected channels and residents."""
+        if self._adamw is None:
+            parts = [block.half.planned for block in self.blocks] + [group.planned for group in self.groups]
+            self._adamw = self.kernel.plan(parts)
+        steps = [
+            hypers[param] if state.staged is not None and state.block.half.installed.divided else None
+            for param, state in self.weights.items()
+        ]
+        for group, grads in zip(self.groups, dense, strict=True):
+            present = group.gather(grads)
+            steps += [hypers[r.param] if there else None for r, there in zip(group.residents, present, strict=True)]
+        self._adamw.step(steps, factors, skip)
+        for group in self.groups:
+            group.scatter()
+
     def _in_turn(self) -> list[BlockState]:
         """Blocks in the order of the backward pass: the next one needs them so."""
         return sorted(self.blocks, key=lambda block: block.turn)
 
-    def _judge(self, dense: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Skip flag and clip factor of this call, and by weight what its gradient is multiplied by, all on the device.
+    def _judge(self, dense: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """Whether to skip this call, and by weight and then by resident what its gradient is multiplied by, on the device.
 
-        dense: the gradients of residents. The last is the host's copy of what it needs to know.
+        dense: the gradients of residents. The last is the host's copy of both.
         """
         channels = self.channels
         staged = [state.staged for state in self.weights.values() if state.staged is not None]
@@ -221,12 +236,13 @@ class Engine:
         factors = clip if scales is None else clip * scales
         assert self._records is not None
         values, slot = (records[self.clock.call % len(records)] for records in self._records)
-        torch.cat([skip.float().view(1), factors.expand(len(self.weights))], out=values)
+        parts = [skip.float().view(1), factors.expand(len(self.weights)), clip.expand(len(self.residents))]
+        torch.cat(parts, out=values)
         if staged and self.config.topk_ratio:
             channels.update_scores(scales, present, self.config.score_decay, skip)
         self.meter.judge(norm, skip, [gradient.weight for gradient in staged], channels)
         self.link.down(values, slot)
-        return skip, clip, values[1:], slot
+        return skip, values[1:], slot
 
     def _scales(self) -> Tensor | None:
         """What user code multiplied gradients by: a scalar where it is one number for all, else `[weights]`."""
@@ -331,10 +347,8 @@ class Engine:
 
     def await_windows(self) -> None:
         """Expect what is due in the next call, and begin to bring it up."""
-        due = self.clock.call + 1
-        self._coming = [
-            (block, window) for block in self._in_turn() for window in block.queue if window.due <= due and not window.shown
-        ]
+        blocks, call = self._in_turn(), self.clock.call + 1
+        self._coming = [(block, window) for block in blocks for window in block.due(call) if not window.shown]
         self._begin_ups()
 
     def _begin_ups(self) -> None:
@@ -382,10 +396,8 @@ class Engine:
         block.give_back(window.slots)
 
     def _publish_due(self, block: BlockState) -> None:
-        """In order; a window that is due takes earlier ones with it."""
-        last = max((place for place, window in enumerate(block.queue) if window.due <= self.clock.call), default=-1)
-        for _ in range(last + 1):
-            window = block.queue.pop(0)
+        for window in block.due(self.clock.call):
+            block.queue.remove(window)
             if not window.shown:
                 self._show(block, window)
             if window.hands_over:
@@ -397,12 +409,18 @@ class Engine:
     def mark_written(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """What the weights hold now, all or some, was written by this engine."""
         for param in self.managed if params is None else params:
-            place = self.managed[param]
-            seen = self.seen[place]
+            seen = self.seen[self.managed[param]]
             if seen.moved(param):
-                self.seen[place] = written(param)
+                self.see(param)
             else:
                 seen.version = param._version
+
+    def see(self, param: nn.Parameter) -> None:
+        """A parameter as it is now, wherever it is, is what this engine has written."""
+        place = self.managed[param]
+        if self.seen[place].moved(param):
+            self._adamw = None
+        self.seen[place] = written(param)
 
     # Refusals and the end
 

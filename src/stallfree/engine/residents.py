@@ -1,4 +1,4 @@
-"""Parameters that the device updates whole: to the kernel, blocks whose channels are all selected."""
+"""Parameters that the device updates whole."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from torch import Tensor
 
 from stallfree.engine.blocks import STATE, Resident
 from stallfree.engine.device import adopt_weights
-from stallfree.kernels.block import BlockKernel, BlockLayout, Segment, targets
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.block import BlockLayout, Part, Segment
 
-GROUP_NUMEL = 1 << 20  # elements that share buffers; larger parameters stand alone and need no copy of their gradients
+GROUP_NUMEL = 1 << 20  # elements that share buffers; larger parameters stand alone
 
 
 class ResidentState:
@@ -42,19 +41,17 @@ class ResidentState:
 class ResidentGroup:
     """Residents of one dtype that are updated together."""
 
-    def __init__(self, residents: Sequence[Resident], kernel: BlockKernel) -> None:
-        self.residents, self.kernel = tuple(residents), kernel
+    def __init__(self, residents: Sequence[Resident]) -> None:
+        self.residents = tuple(residents)
         device, dtype = residents[0].param.device, residents[0].dtype
         self.layout = BlockLayout([_segment(resident.param.numel()) for resident in residents], device)
-        every = [torch.arange(segment.channels, dtype=torch.int64, device=device) for segment in self.layout.segments]
-        self._targets = targets(self.layout, every, [every[0][:0]] * len(every))
         self.master = torch.empty(self.layout.selected_numel, dtype=torch.float32, device=device)
         self.exp_avg, self.exp_avg_sq = torch.empty_like(self.master), torch.empty_like(self.master)
         self.steps = torch.zeros(self.layout.places, dtype=torch.int32, device=device)
-        self._gradient = torch.empty(self.layout.selected_numel if len(residents) > 1 else 0, dtype=dtype, device=device)
-        self._parts = [self.part(self._gradient, place) for place in range(len(residents))] if len(residents) > 1 else []
-        self._scattered = not residents[0].param.is_contiguous()  # then it stands alone
-        kernel.warm_up(self.layout, dtype)
+        self._gradient = torch.empty_like(self.master, dtype=dtype)
+        self._parts = [self.part(self._gradient, place) for place in range(len(residents))]
+        # What kernels see of parameters with other strides, each of which stands alone.
+        self._plain = None if residents[0].contiguous else residents[0].param.detach().contiguous()
         self.states = [ResidentState(resident, self, place) for place, resident in enumerate(residents)]
         for state in self.states:
             state.reset()
@@ -64,28 +61,31 @@ class ResidentGroup:
         param = self.residents[place].param
         return self.layout.selected_rows(flat, place).view(-1)[: param.numel()].view(param.shape)
 
-    @torch.no_grad()
-    def step(self, grads: Sequence[Tensor | None], hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor) -> None:
-        """AdamW where there is a gradient. factors: at least as many as there are parameters."""
-        present = {place: grad for place, grad in enumerate(grads) if grad is not None and grad.numel()}
-        if not present:
-            return
-        if self._parts:
-            gradient = self._gradient
-            torch._foreach_copy_([self._parts[place] for place in present], list(present.values()))
-        else:
-            gradient = present[0].to(self._gradient.dtype).contiguous().view(-1)
-        weights: list[Tensor | None] = [None] * len(grads)
-        for place in present:
-            weights[place] = self.residents[place].param.detach()
-        shown = None
-        if self._scattered:
-            shown = weights[0] = self.residents[0].param.detach().contiguous()
-        state = (self.master, self.exp_avg, self.exp_avg_sq, self.steps)
-        factors = factors[: len(self.residents)]
-        self.kernel.adamw(self.layout, self._targets, weights, *state, gradient, hypers, factors, skip)
-        if shown is not None:
-            self.residents[0].param.copy_(shown)
+    @property
+    def planned(self) -> Part:
+        """As AdamW steps it: to the kernel, a block whose channels are all selected."""
+        every = [
+            torch.arange(segment.channels, dtype=torch.int32, device=self.layout.device) for segment in self.layout.segments
+        ]
+        weights = [resident.param.detach() for resident in self.residents] if self._plain is None else [self._plain]
+        return Part(
+            self.layout, torch.cat(every), weights, self.master, self.exp_avg, self.exp_avg_sq, self.steps, self._gradient
+        )
+
+    def gather(self, grads: Sequence[Tensor | None]) -> list[bool]:
+        """Before AdamW: bring the gradients there are to where it expects them. Returns which there are."""
+        present = [grad is not None and grad.numel() > 0 for grad in grads]
+        there = [(part, grad) for part, grad in zip(self._parts, grads, strict=True) if grad is not None and grad.numel()]
+        if there:
+            torch._foreach_copy_([part for part, _ in there], [grad for _, grad in there])
+            if self._plain is not None:
+                self._plain.copy_(self.residents[0].param.detach())
+        return present
+
+    def scatter(self) -> None:
+        """After AdamW."""
+        if self._plain is not None:
+            self.residents[0].param.detach().copy_(self._plain)
 
 
 def resident_groups(residents: Sequence[Resident]) -> list[list[Resident]]:

@@ -19,7 +19,7 @@ from stallfree.engine.pipeline import Engine
 from stallfree.engine.residents import ResidentState
 from stallfree.engine.schedule import BlockSchedule
 from stallfree.engine.weights import notice_writes
-from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window, written
+from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window
 from stallfree.kernels.device import Hyper
 
 
@@ -150,7 +150,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
     engine.clock.warm_up, engine.clock.last_lr = clock["warm_up"], clock["last_lr"]
     for param, resident in engine.residents.items():
         _load_resident(resident, checkpoint.entries[param])
-        engine.seen[engine.managed[param]] = written(param)
+        engine.see(param)
     for block in engine.blocks:
         _load_block(engine, block, [checkpoint.entries[param] for param in block.params])
     engine.await_windows()
@@ -221,7 +221,7 @@ def _load_weight(engine: Engine, state: WeightState, saved: Entry) -> None:
     state.passes_expected = saved["passes"]
     param = state.weight.param
     param.copy_(saved["published"])
-    engine.seen[engine.managed[param]] = written(param)
+    engine.see(param)
     state.restored = saved["published"].to("cpu", copy=True)
 
 

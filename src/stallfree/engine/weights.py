@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stallfree.engine.blocks import describe
-from stallfree.engine.window import BlockState, WeightState, written
+from stallfree.engine.window import BlockState, WeightState
 
 if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
@@ -126,7 +126,7 @@ def notice_writes(engine: Engine) -> None:
                 _absorb(engine, engine.weights[param])
             else:
                 engine.residents[param].read_weights()
-            engine.seen[engine.managed[param]] = written(param)
+            engine.see(param)
 
 
 def check_unmoved(engine: Engine, param: nn.Parameter) -> None:

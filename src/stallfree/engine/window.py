@@ -182,6 +182,11 @@ class BlockState:
             assert self.exchange is not None
             self.exchange.receive_now()
 
+    def due(self, call: int) -> list[Window]:
+        """What is published in a call, in order: a window that is due takes earlier ones with it."""
+        last = max((place for place, window in enumerate(self.queue) if window.due <= call), default=-1)
+        return self.queue[: last + 1]
+
     def clear(self) -> None:
         """Let go of what has been collected."""
         for window in self.queue:
