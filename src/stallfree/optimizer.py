@@ -82,14 +82,20 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         def read_hypers() -> Hypers:
             optimizer = this()
             assert optimizer is not None, "the engine outlived its optimizer"
-            return {param: hyper for group in optimizer.param_groups for hyper in [_hyper(group)] for param in group["params"]}
+            groups = optimizer.param_groups
+            return {id(param): hyper for group in groups for hyper in [_hyper(group)] for param in group["params"]}
+
+        def read_params() -> list[nn.Parameter]:
+            optimizer = this()
+            assert optimizer is not None, "the engine outlived its optimizer"
+            return [param for group in optimizer.param_groups for param in group["params"]]
 
         def read_name(param: nn.Parameter) -> str:
             optimizer = this()
             assert optimizer is not None, "the engine outlived its optimizer"
             return next(name for name, member in optimizer._named(optimizer.param_groups, frozen=True) if member is param)
 
-        engine = Engine(device, self.config, read_hypers, read_name)
+        engine = Engine(device, self.config, read_hypers, read_params, read_name)
         self._finalizer = weakref.finalize(self, engine.close)
         return engine
 
@@ -159,7 +165,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         named = self._named(self.param_groups, frozen=True)
         loaded = checkpoint.read(self.engine, self.param_groups, named, state_dict)
         managed = self.engine.managed
-        self.engine.check_joining([(name, param) for name, param in named if param in loaded.entries and param not in managed])
+        self.engine.check_joining(
+            [(name, param) for name, param in named if param in loaded.entries and id(param) not in managed]
+        )
         state.abandon(self.engine)
         try:
             if not loaded.fits(self.engine):

@@ -119,7 +119,7 @@ def _match(
     for (name, param), number in zip(named, numbers, strict=True):
         if number in state_dict["state"]:
             entries[param] = state_dict["state"][number]
-        elif param in engine.managed:
+        elif id(param) in engine.managed:
             label = name or f"of shape {tuple(param.shape)}"
             raise ValueError(
                 f"the state_dict has no state for parameter {number} ({label}), which trains here; if it was frozen when the "

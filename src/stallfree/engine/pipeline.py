@@ -38,21 +38,23 @@ from stallfree.kernels.replay import ReplayJob
 from stallfree.kernels.windows import Call, WindowWork
 from stallfree.telemetry.meter import Meter
 
-Hypers = dict[nn.Parameter, Hyper]
+Hypers = dict[int, Hyper]  # by id of the parameter: tensors are slow to look up
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines that have not been closed
 
 
 class Engine:
-    """Everything behind `ZenFlowAdamW`. Owns the state of all parameters; knows the optimizer only through two callbacks."""
+    """Everything behind `ZenFlowAdamW`. Owns the state of all parameters; knows the optimizer only through three callbacks."""
 
     def __init__(
         self,
         device: torch.device,
         config: ZenFlowConfig,
         read_hypers: Callable[[], Hypers],
+        read_params: Callable[[], list[nn.Parameter]],
         read_name: Callable[[nn.Parameter], str],
     ) -> None:
-        self.device, self.config, self.read_hypers, self.read_name = device, config, read_hypers, read_name
+        self.device, self.config = device, config
+        self.read_hypers, self.read_params, self.read_name = read_hypers, read_params, read_name
         self.kernel = block_kernel(self.device)
         self.link = link_to(self.device)
         self.worker = HostWorker(config, self.link.host, on_gpu=self.device.type != "cpu")
@@ -67,8 +69,7 @@ class Engine:
         self.blocks: list[BlockState] = []
         self.turns = 0  # blocks staged since the last call
         self._coming: list[tuple[BlockState, Window]] = []  # due in the next call, in the order of the last backward pass
-        self.managed: dict[nn.Parameter, int] = {}  # place in `seen`
-        self.seen: list[Written] = []  # when this engine wrote last
+        self.managed: dict[int, tuple[nn.Parameter, Written]] = {}  # by id: all parameters, as this engine wrote them last
         self.exact_at = 0  # the call after which the weights were those of a flush
         self.paused: str | None = None  # why step() is refused now
         self.failed: BaseException | None = None
@@ -125,8 +126,7 @@ class Engine:
         self._take_over(trained)
         self._adamw = None
         for param in trained:
-            self.managed[param] = len(self.seen)
-            self.seen.append(written(param))
+            self.managed[id(param)] = (param, written(param))
         staging = weakref.ref(self.staging)
         for weight in split:
 
@@ -165,7 +165,7 @@ class Engine:
     def step(self) -> None:
         self.check_usable()
         hypers = self.read_hypers()
-        self.staging.collect(hypers)
+        self.staging.collect(self.read_params())
         weights.notice_writes(self)
         weights.refuse_steady_writes(self)
         self.clock.tick(max(hyper.lr for hyper in hypers.values()))
@@ -177,15 +177,15 @@ class Engine:
             raise
 
     def _update(self, hypers: Hypers) -> None:
-        dense = [[resident.param.grad for resident in group.residents] for group in self.groups]
-        skip, factors, record = self._judge([grad for grads in dense for grad in grads if grad is not None])
+        present = [group.gather() for group in self.groups]
+        skip, factors, record = self._judge([norm for group in self.groups for norm in group.norms()])
         self._show_coming()
         for block in sorted(self.blocks, key=lambda block: block.exchange is None or block.exchange.arrival is None):
             self._publish_due(block)  # first where there is something on the device that keeps others from coming up
-        self._step_device(dense, hypers, factors, skip)
+        self._step_device(present, hypers, factors, skip)
         for block in self.blocks:
-            present = tuple(hypers[state.weight.param] if state.staged is not None else None for state in block.weights)
-            self._collect(block, present, record)
+            settings = tuple(hypers[id(state.weight.param)] if state.staged is not None else None for state in block.weights)
+            self._collect(block, settings, record)
         closing = [(block, self._close(block)) for block in self._in_turn() if block.schedule.closes(self.clock)]
         self._replay(closing)
         for block, window in closing:
@@ -193,18 +193,17 @@ class Engine:
                 self._publish_due(block)
         self._finish_call()
 
-    def _step_device(self, dense: list[list[Tensor | None]], hypers: Hypers, factors: Tensor, skip: Tensor) -> None:
-        """AdamW of selected channels and residents."""
+    def _step_device(self, present: list[list[bool]], hypers: Hypers, factors: Tensor, skip: Tensor) -> None:
+        """AdamW of selected channels and residents. present: by group of residents, which have a gradient."""
         if self._adamw is None:
             parts = [block.half.planned for block in self.blocks] + [group.planned for group in self.groups]
             self._adamw = self.kernel.plan(parts)
         steps = [
-            hypers[param] if state.staged is not None and state.block.half.installed.divided else None
-            for param, state in self.weights.items()
+            hypers[id(state.weight.param)] if state.staged is not None and state.block.half.installed.divided else None
+            for state in self.weights.values()
         ]
-        for group, grads in zip(self.groups, dense, strict=True):
-            present = group.gather(grads)
-            steps += [hypers[r.param] if there else None for r, there in zip(group.residents, present, strict=True)]
+        for group, some in zip(self.groups, present, strict=True):
+            steps += [hypers[id(r.param)] if there else None for r, there in zip(group.residents, some, strict=True)]
         self._adamw.step(steps, factors, skip)
         for group in self.groups:
             group.scatter()
@@ -213,20 +212,20 @@ class Engine:
         """Blocks in the order of the backward pass: the next one needs them so."""
         return sorted(self.blocks, key=lambda block: block.turn)
 
-    def _judge(self, dense: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _judge(self, norms: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Whether to skip this call, and by weight and then by resident what its gradient is multiplied by, on the device.
 
-        dense: the gradients of residents. The last is the host's copy of both.
+        norms: scalars that cover the gradients of residents. The last is the host's copy of both.
         """
         channels = self.channels
         staged = [state.staged for state in self.weights.values() if state.staged is not None]
         present = tuple(gradient.weight.key for gradient in staged)
         scales = self._scales()
-        parts = [torch.stack(torch._foreach_norm(dense, 2, torch.float32))] if dense else []
+        parts = [torch.stack(norms)] if norms else []
         if staged:
-            norms = channels.norms() if scales is None else channels.norms() * scales.abs()
+            split = channels.norms() if scales is None else channels.norms() * scales.abs()
             some = len(staged) < len(self.weights)
-            parts.append(torch.where(channels.masks(present)[0], norms, 0.0) if some else norms)
+            parts.append(torch.where(channels.masks(present)[0], split, 0.0) if some else split)
         norm = torch.linalg.vector_norm(torch.cat(parts)) if parts else torch.zeros((), dtype=torch.float32, device=self.device)
         finite = torch.isfinite(norm)
         skip = torch.zeros_like(finite) if self.config.update_in_backward else ~finite
@@ -407,20 +406,16 @@ class Engine:
                 block.half.show()
 
     def mark_written(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """What the weights hold now, all or some, was written by this engine."""
-        for param in self.managed if params is None else params:
-            seen = self.seen[self.managed[param]]
-            if seen.moved(param):
-                self.see(param)
-            else:
-                seen.version = param._version
+        """What the weights hold now, all or some, was written by this engine since they were looked at."""
+        some = self.managed.values() if params is None else [self.managed[id(param)] for param in params]
+        for param, seen in some:
+            seen.version = param._version
 
     def see(self, param: nn.Parameter) -> None:
         """A parameter as it is now, wherever it is, is what this engine has written."""
-        place = self.managed[param]
-        if self.seen[place].moved(param):
+        if self.managed[id(param)][1].moved(param):
             self._adamw = None
-        self.seen[place] = written(param)
+        self.managed[id(param)] = (param, written(param))
 
     # Refusals and the end
 
@@ -437,7 +432,7 @@ class Engine:
 
     def check_unmoved(self, param: nn.Parameter) -> None:
         """Refuse a gradient of a parameter that is another one than it was."""
-        if self.seen[self.managed[param]].moved(param):
+        if param.data_ptr() != self.managed[id(param)][1].address:
             weights.check_unmoved(self, param)
 
     def refuse_early(self, what: str) -> None:
@@ -449,7 +444,7 @@ class Engine:
     def _take_over(self, params: Sequence[nn.Parameter]) -> None:
         """Close other optimizers of these parameters: of two, each would take gradients that are for the other."""
         for other in list(_open):
-            if other is not self and other.belongs_here and any(param in other.managed for param in params):
+            if other is not self and other.belongs_here and any(id(param) in other.managed for param in params):
                 other.close("the optimizer was closed when a newer ZenFlowAdamW took over its parameters")
 
     @property
@@ -472,4 +467,4 @@ class Engine:
             self.worker.close()
             self.link.close()
         self.paused = why
-        self.seen.clear()  # memory of a model that may move now
+        self.managed.clear()  # it holds memory of a model that may move now

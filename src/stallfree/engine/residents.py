@@ -50,6 +50,8 @@ class ResidentGroup:
         self.steps = torch.zeros(self.layout.places, dtype=torch.int32, device=device)
         self._gradient = torch.empty_like(self.master, dtype=dtype)
         self._parts = [self.part(self._gradient, place) for place in range(len(residents))]
+        self._numel = sum(resident.param.numel() for resident in residents)
+        self._there: list[int] = []  # places of those that have a gradient
         # What kernels see of parameters with other strides, each of which stands alone.
         self._plain = None if residents[0].contiguous else residents[0].param.detach().contiguous()
         self.states = [ResidentState(resident, self, place) for place, resident in enumerate(residents)]
@@ -72,15 +74,25 @@ class ResidentGroup:
             self.layout, torch.cat(every), weights, self.master, self.exp_avg, self.exp_avg_sq, self.steps, self._gradient
         )
 
-    def gather(self, grads: Sequence[Tensor | None]) -> list[bool]:
+    def gather(self) -> list[bool]:
         """Before AdamW: bring the gradients there are to where it expects them. Returns which there are."""
-        present = [grad is not None and grad.numel() > 0 for grad in grads]
-        there = [(part, grad) for part, grad in zip(self._parts, grads, strict=True) if grad is not None and grad.numel()]
-        if there:
-            torch._foreach_copy_([part for part, _ in there], [grad for _, grad in there])
-            if self._plain is not None:
-                self._plain.copy_(self.residents[0].param.detach())
-        return present
+        grads = [resident.param.grad for resident in self.residents]
+        self._there = [place for place, grad in enumerate(grads) if grad is not None and grad.numel()]
+        there = [grad for grad in grads if grad is not None and grad.numel()]
+        if len(there) == len(grads):
+            torch.cat([grad.reshape(-1) for grad in there], out=self._gradient[: self._numel])
+        elif there:
+            torch._foreach_copy_([self._parts[place] for place in self._there], there)
+        if there and self._plain is not None:
+            self._plain.copy_(self.residents[0].param.detach())
+        return [grad is not None and grad.numel() > 0 for grad in grads]
+
+    def norms(self) -> list[Tensor]:
+        """Scalars whose squares add up to that of the norm of the gradients gathered last."""
+        if len(self._there) == len(self.residents):  # as a whole
+            return [torch.linalg.vector_norm(self._gradient[: self._numel], dtype=torch.float32)]
+        parts = [self._parts[place] for place in self._there]
+        return list(torch._foreach_norm(parts, 2, torch.float32)) if parts else []
 
     def scatter(self) -> None:
         """After AdamW."""

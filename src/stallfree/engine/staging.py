@@ -6,7 +6,7 @@ call, the block is staged at once; until then `.grad` is a plain tensor. `step()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
@@ -17,7 +17,6 @@ from stallfree.engine import weights
 from stallfree.engine.blocks import describe
 from stallfree.engine.gradient import Staged, StagedGradient
 from stallfree.engine.window import BlockState, Early, WeightState
-from stallfree.kernels.device import Hyper
 from stallfree.kernels.windows import Call
 
 if TYPE_CHECKING:
@@ -35,7 +34,8 @@ class Staging:
 
     def on_gradient(self, state: WeightState) -> None:
         """After each accumulation into a weight's `.grad`."""
-        self.engine.lose_time("hook")
+        if self.engine.delay:
+            self.engine.lose_time("hook")
         state.passes_seen += 1
         if type(state.weight.param.grad) is StagedGradient:  # it was added to what is staged already
             return
@@ -80,7 +80,7 @@ class Staging:
     @torch.no_grad()
     def stage(self, block: BlockState, grads: Sequence[Tensor | None]) -> None:
         """Replace gradients by handles: selected rows stay on the device, deferred rows go down to the next call's slot."""
-        engine = self.engine
+        engine, dtype = self.engine, block.block.dtype
         places: list[int] = []
         dense: list[Tensor | None] = [None] * len(grads)
         for place, grad in enumerate(grads):
@@ -94,7 +94,7 @@ class Staging:
                         "create_graph=True), and call backward() on the sum"
                     )
                 engine.check_unmoved(weight.param)
-                dense[place] = grad.to(block.block.dtype).contiguous()
+                dense[place] = grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
                 places.append(place)
         if not places:
             return
@@ -131,33 +131,26 @@ class Staging:
             return
         weights.notice_writes(engine)
         hypers, places = engine.read_hypers(), frozenset(state.place for state in states)
-        settings = tuple(hypers[state.weight.param] if state.place in places else None for state in block.weights)
+        settings = tuple(hypers[id(state.weight.param)] if state.place in places else None for state in block.weights)
         call = Call(block.take_slot(), None, block.scaled(settings))
         work = engine.host_work(block, (call,), block.half.division.divided, 0.0, tuple(places))
         block.early = Early(places, engine.worker.submit([work])[0])
 
     # In step()
 
-    def collect(self, hypers: dict[nn.Parameter, Hyper]) -> None:
+    def collect(self, params: Iterable[nn.Parameter]) -> None:
         """Make `.grad` and what is staged agree; refuse what cannot be used before anything changes."""
         engine = self.engine
         newcomers = []
-        for param in hypers:
+        for param in params:
             grad = param.grad
             if grad is None:
                 continue
-            if isinstance(grad, StagedGradient):
-                state = engine.weights.get(param)
-                if state is None or grad.staged.weight is not state.weight:
-                    raise RuntimeError(
-                        f"what stands in .grad of {describe(engine.read_name(param), param)} is the staged gradient of another "
-                        "parameter or optimizer: call zero_grad(), then backward; train a parameter with one optimizer, and "
-                        "keep a gradient as optimizer.full_gradient(param)"
-                    )
-                self.check_current(grad.staged)
+            if type(grad) is StagedGradient:
+                self._check_mine(param, grad.staged)
                 continue
             check_gradient(param, grad, partial(engine.read_name, param))
-            if param not in engine.managed:
+            if id(param) not in engine.managed:
                 newcomers.append((engine.read_name(param), param))
         if newcomers:  # frozen at construction, trained now
             engine.adopt(newcomers)
@@ -165,6 +158,18 @@ class Staging:
             grads = [self._left(state) for state in block.weights]
             if any(grad is not None for grad in grads):
                 self.stage(block, grads)
+
+    def _check_mine(self, param: nn.Parameter, staged: Staged) -> None:
+        """Refuse a handle that does not stand for the parameter's current gradient."""
+        engine = self.engine
+        weight = staged.weight
+        if weight.param is not param or engine.weights.get(param) is None or engine.weights[param].weight is not weight:
+            raise RuntimeError(
+                f"what stands in .grad of {describe(engine.read_name(param), param)} is the staged gradient of another "
+                "parameter or optimizer: call zero_grad(), then backward; train a parameter with one optimizer, and "
+                "keep a gradient as optimizer.full_gradient(param)"
+            )
+        self.check_current(staged)
 
     def _left(self, state: WeightState) -> Tensor | None:
         """A gradient that is still to be staged."""
@@ -174,7 +179,7 @@ class Staging:
             if state.staged is not None:
                 self.discard(state)
             return None
-        if isinstance(grad, StagedGradient):
+        if type(grad) is StagedGradient:
             if not grad.staged.zero:
                 return None
             grad = torch.zeros_like(param)

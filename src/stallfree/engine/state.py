@@ -52,7 +52,7 @@ def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     header = {"version": VERSION, "config": config, "clock": clock}
     populate(engine, into)
     if engine.clock.call == 0:  # nothing has happened: weights, settings and the division into blocks say it all
-        into.update({param: {} for param in engine.managed})
+        into.update({param: {} for param, _ in engine.managed.values()})
     for number, group in enumerate(engine.groups):
         for place, resident in enumerate(group.residents):
             into[resident.param].update(header, block=number, place=place)
@@ -136,7 +136,7 @@ def abandon(engine: Engine) -> None:
         if block.filling is not None:
             block.give_back([block.filling])
             block.filling = None
-    for param in engine.managed:
+    for param, _ in engine.managed.values():
         param.grad = None
 
 

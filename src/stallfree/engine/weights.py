@@ -112,7 +112,7 @@ def _restore(engine: Engine, saved: dict[nn.Parameter, torch.Tensor]) -> None:
 
 
 def _written_outside(engine: Engine) -> list[nn.Parameter]:
-    return [param for param, place in engine.managed.items() if not engine.seen[place].holds(param)]
+    return [param for param, seen in engine.managed.values() if not seen.holds(param)]
 
 
 def notice_writes(engine: Engine) -> None:
