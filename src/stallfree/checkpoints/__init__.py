@@ -1,4 +1,4 @@
-"""Checkpoints that survive: complete or not there at all, checked before they are read, and never code (docs/checkpoints.md)."""
+"""Checkpoints that survive: complete or not there, checked before they are read, and never code (docs/checkpoints.md)."""
 
 from stallfree.checkpoints.errors import CheckpointError
 from stallfree.checkpoints.read import load_checkpoint

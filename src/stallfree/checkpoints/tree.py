@@ -53,8 +53,10 @@ class Collector:
 
     def _tensor(self, tensor: Tensor, path: str) -> dict[str, Any]:
         if tensor.layout != torch.strided or tensor.is_meta or type(tensor) not in (Tensor, torch.nn.Parameter):
-            raise TypeError(f"{path} is a {type(tensor).__name__} ({tensor.layout}, on {tensor.device}): only plain tensors are saved")
-        order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))  # stable: of equal strides the first
+            what = f"{type(tensor).__name__} ({tensor.layout}, on {tensor.device})"
+            raise TypeError(f"{path} is a {what}: only plain tensors are saved")
+        strides: tuple[int, ...] = tuple(tensor.stride())
+        order = sorted(range(tensor.dim()), key=lambda axis: -strides[axis])  # stable: of equal strides the first
         dense = tensor.permute(order).contiguous()  # host arrays are channel-major: as they lie, nothing is copied
         key = (dense.data_ptr(), dense.device, dense.dtype, dense.shape, tuple(order)) if dense.numel() else (path,)
         if key not in self._known:

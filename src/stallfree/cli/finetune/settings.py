@@ -85,6 +85,9 @@ class FinetuneSettings(BaseModel):
         ge=1,
     )
     save_every: int = _setting(0, "Steps between checkpoints; 0: only when interrupted.", ge=0)
+    on_save_error: Literal["stop", "continue"] = _setting(
+        "stop", "What to do when a checkpoint on the way cannot be written, as on a full disk. Older ones stay either way."
+    )
 
     @property
     def clip(self) -> float | None:
