@@ -162,7 +162,7 @@ def test_steps_that_differ_by_channel_are_refused_with_the_reason():
     )
     player = Player(history)
     player.play()
-    with pytest.raises(ValueError, match="have taken .* AdamW steps, as under the rule mean.* one count per parameter"):
+    with pytest.raises(ValueError, match=r"have taken .* AdamW steps, as under the rule mean.* one count per parameter"):
         to_adamw_state(player.optimizer)
     player.close()
 

@@ -143,8 +143,8 @@ def _step(steps: Tensor, name: str, param: nn.Parameter) -> int:
     low, high = (int(end) for end in steps.aminmax()) if steps.numel() else (0, 0)
     if low != high:
         raise ValueError(
-            f"channels of {describe(name, param)} have taken {low} to {high} AdamW steps, as under the rule mean, where deferred "
-            "ones take one per window: torch.optim.AdamW has one count per parameter, so it cannot go on from here"
+            f"channels of {describe(name, param)} have taken {low} to {high} AdamW steps, as under the rule mean, where "
+            "deferred ones take one per window: torch.optim.AdamW has one count per parameter, so it cannot go on from here"
         )
     return low
 

@@ -209,11 +209,14 @@ def test_a_corrupted_checkpoint_is_refused_or_harmless(tmp_path, seed):
         directory = tmp_path / "damaged"
         shutil.copytree(pristine, directory)
         damage(directory / "checkpoint-00000002", choice)
+        message = ""
         try:
             load_checkpoint(directory, fresh.optimizer)
         except CheckpointError as error:
+            message = str(error)
+        if message:
             refused += 1
-            assert str(directory / "checkpoint-00000001") in str(error), what
+            assert str(directory / "checkpoint-00000001") in message, what
             assert state_of(fresh) == untouched, f"{what}: refused, and something was changed"
         else:
             assert state_of(fresh) == expected, f"{what}: loaded, and not what was saved"

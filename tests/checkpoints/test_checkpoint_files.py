@@ -188,7 +188,7 @@ def test_a_failing_disk_leaves_the_older_ones(player, tmp_path, monkeypatch, fai
 
     with monkeypatch.context() as patch:
         patch.setattr(f"stallfree.checkpoints.write.{fails}", fail)
-        with pytest.raises(CheckpointError, match="no checkpoint could be written into .*Input/output error"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint could be written into .*Input/output error"):
             saved(player, tmp_path)
     assert names(tmp_path) == [".lock", "checkpoint-00000001"]
     player.step()
