@@ -278,10 +278,10 @@ def _refuse_unknown(settings: Mapping[str, Any]) -> None:
             raise ValueError(f"ZenFlowConfig has no setting {name!r}{hint}")
 
 
-def _parsed(parse: Callable[[str], Any], text: str, *errors: type[Exception]) -> Any:
+def _parsed(parse: Callable[[str], Any], text: str, unreadable: type[Exception] = ValueError) -> Any:
     try:
         return parse(text)
-    except (ValueError, RecursionError, *errors) as error:
+    except (unreadable, ValueError, RecursionError) as error:
         raise ValueError(f"the configuration cannot be read: {' '.join(str(error).split())}") from error
 
 
