@@ -210,9 +210,9 @@ def test_state_is_parameter_shaped():
     player.play(9)
     entries = player.optimizer.state_dict()["state"]
     params = [param for group in player.optimizer.param_groups for param in group["params"]]
-    for param, entry in zip(params, entries.values(), strict=True):
+    for number, param in enumerate(params):
         for name in ("master", "exp_avg", "exp_avg_sq", "published"):
-            assert name not in entry or entry[name].shape == param.shape
+            assert name not in entries[number] or entries[number][name].shape == param.shape
     player.close()
 
 

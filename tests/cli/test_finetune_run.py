@@ -2,11 +2,13 @@
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -447,3 +449,32 @@ def test_several_processes_are_refused(finetune, sums, monkeypatch):
     code, _, err = finetune(data=sums)
     assert code == 2
     assert "trains on one device: start it without torchrun" in err
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_a_run_ends_as_if_undisturbed(finetune, sums, tmp_path, seed):
+    """kill -9 at random moments, most of them in a save; then --resume."""
+    run = {"data": sums, "steps": 40, "save_every": 1, "eval_every": 0} | QUICK
+    finetune(output=tmp_path / "whole", **{**run, "save_every": 0})
+    arguments = [text for name, value in run.items() for text in (flag(name), str(value))]
+    start = ["finetune", "--model", "tiny", "--dtype", "float32", *arguments]
+    moments, kills = random.Random(seed), 0
+    while True:
+        code = f"import sys; from stallfree.cli import main; sys.exit(main({[*start, '--output', str(tmp_path / 'cut')]}))"
+        process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"})
+        found = len(metrics(tmp_path / "cut", "step")) if kills else 0
+        while process.poll() is None and (
+            not list((tmp_path / "cut").glob("checkpoints/checkpoint-*")) or len(metrics(tmp_path / "cut", "step")) <= found
+        ):
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.2))
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+        start = ["finetune", "--resume"]
+    assert process.returncode == 0
+    assert kills > 3
+    assert_equal_weights(tmp_path / "whole", tmp_path / "cut")
+    assert metrics(tmp_path / "whole", "step") == metrics(tmp_path / "cut", "step")

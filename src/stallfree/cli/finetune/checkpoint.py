@@ -31,7 +31,7 @@ def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any
     """Put a training where an interrupted one was; returns what was saved about it.
 
     Raises:
-        UsageError: if there is no checkpoint, it is damaged, or the data changed since.
+        UsageError: if there is no checkpoint, it is damaged or of another run, or the data changed since.
     """
     path = directory / CHECKPOINTS
     if not path.is_dir():
@@ -42,6 +42,10 @@ def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any
         extra = load_checkpoint(path, training.optimizer, model=training.model)
     except CheckpointError as error:
         raise UsageError(f"{error}. Remove the refused one to resume from another, or start anew with --overwrite") from error
+    except ValueError as error:
+        raise UsageError(
+            f"the checkpoints in {path} are of another run or release ({error}): start anew with --overwrite"
+        ) from error
     if extra["about"]["fingerprint"] != fingerprint:
         raise UsageError(
             f"the data or the tokenizer changed since the run in {directory}: restore it, or start anew with --overwrite"
