@@ -18,10 +18,11 @@ rm -f "$build"/src/stallfree/kernels/*.so
   cd "$build"
   STALLFREE_SANITIZE=address,undefined "$python" setup.py -q build_ext --inplace
 )
-# Python is not instrumented: the runtime comes first, and what the interpreter never frees is no leak of ours.
+# Python is not instrumented: the runtime comes first, and what the interpreter never frees is no leak of ours. -s: a report
+# is written by a process that ends there and then.
 LD_PRELOAD="$($compiler -print-file-name=libasan.so) $($compiler -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 CI=1 PYTHONPATH="$build/src" \
-  "$python" -m pytest -q -p no:cacheprovider tests/kernels/test_replay*.py tests/kernels/test_native.py
+  "$python" -m pytest -q -s -p no:cacheprovider tests/kernels/test_replay*.py tests/kernels/test_native.py
 
 for test in tests/kernels/native/test_*.cpp; do
   name=$(basename "$test" .cpp)
