@@ -6,7 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 NATIVE := $(wildcard src/stallfree/kernels/native/*)
 
-.PHONY: demo test test-all lint types format docs clean
+.PHONY: demo test test-all sanitize lint types format docs clean
 
 demo: $(VENV)/demo
 	$(BIN)/stallfree finetune --config examples/demo.yaml --overwrite
@@ -16,6 +16,9 @@ test: $(VENV)/dev
 
 test-all: $(VENV)/dev  ## with more random histories, and everything marked slow
 	$(BIN)/python -m pytest -q --run-slow --hypothesis-profile=ci
+
+sanitize: $(VENV)/dev  ## the native kernel under AddressSanitizer, UBSan and ThreadSanitizer: about two minutes
+	tests/kernels/native/sanitize.sh $(abspath $(BIN)/python)
 
 lint: $(VENV)/dev
 	$(BIN)/ruff check .

@@ -47,7 +47,7 @@ class BuildNative(build_ext):
     def build_extension(self, ext: Extension) -> None:
         compiler = shlex.split(os.environ.get("CXX", "g++"))
         sanitize = os.environ.get("STALLFREE_SANITIZE")
-        flags = [*FLAGS, f"-fsanitize={sanitize}", "-g", "-fno-omit-frame-pointer"] if sanitize else FLAGS
+        flags = [*FLAGS, f"-fsanitize={sanitize}", "-O1", "-g", "-fno-omit-frame-pointer"] if sanitize else FLAGS
         objects_dir = Path(self.build_temp) / "native"
         objects_dir.mkdir(parents=True, exist_ok=True)
 

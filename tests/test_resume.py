@@ -157,7 +157,7 @@ def test_no_parameter_is_adopted_for_which_there_is_no_memory(monkeypatch):
 
 def parts(value, path=()) -> list[tuple]:
     """Where the dicts inside hold their keys."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, (list, tuple)) else ()
     below = [part for key, item in items for part in parts(item, (*path, key))]
     return [*([(*path, key) for key in value] if isinstance(value, dict) else []), *below]
 

@@ -291,7 +291,7 @@ def test_a_state_of_a_later_version_is_refused(state):
     def later(value):
         if isinstance(value, dict):
             return {k: v + 1000 if "version" in str(k) and isinstance(v, int) else later(v) for k, v in value.items()}
-        return [later(item) for item in value] if isinstance(value, list) else value
+        return type(value)(map(later, value)) if isinstance(value, (list, tuple)) else value
 
     assert flat(later(state)) != flat(state), "the state names its version"
     refused(later(state), ones((4, 6), (6, 4)), "version", topk_ratio=0.5, update_interval=2)

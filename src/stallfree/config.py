@@ -9,7 +9,7 @@ import dataclasses
 import difflib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -241,7 +241,7 @@ class ZenFlowConfig:
 
     @classmethod
     def from_json(cls, text: str) -> ZenFlowConfig:
-        return cls.from_dict(_mapping(json.loads(text)))
+        return cls.from_dict(_mapping(_parsed(json.loads, text)))
 
     def to_yaml(self) -> str:
         import yaml
@@ -252,7 +252,7 @@ class ZenFlowConfig:
     def from_yaml(cls, text: str) -> ZenFlowConfig:
         import yaml
 
-        return cls.from_dict(_mapping(yaml.safe_load(text)))
+        return cls.from_dict(_mapping(_parsed(yaml.safe_load, text, yaml.YAMLError)))
 
     @classmethod
     def load(cls, path: str | Path) -> ZenFlowConfig:
@@ -273,6 +273,13 @@ def _refuse_unknown(settings: Mapping[str, Any]) -> None:
             close = difflib.get_close_matches(str(name), FIELDS, n=1, cutoff=0.5)
             hint = f"; did you mean {close[0]!r}?" if close else f"; there are: {', '.join(FIELDS)}"
             raise ValueError(f"ZenFlowConfig has no setting {name!r}{hint}")
+
+
+def _parsed(parse: Callable[[str], Any], text: str, unreadable: type[Exception] = ValueError) -> Any:
+    try:
+        return parse(text)
+    except (unreadable, ValueError, RecursionError) as error:
+        raise ValueError(f"the configuration cannot be read: {' '.join(str(error).split())}") from error
 
 
 def _mapping(loaded: Any) -> Mapping[str, Any]:

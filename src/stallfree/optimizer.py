@@ -168,7 +168,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self.engine.check_joining(
             [(name, param) for name, param in named if param in loaded.entries and id(param) not in managed]
         )
-        state.abandon(self.engine)
+        state.abandon(self.engine, loaded)
         try:
             if not loaded.fits(self.engine):
                 self._replace_engine(loaded)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from stallfree.cli.finetune.models import save_model
+from stallfree.convert import write_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -33,7 +33,7 @@ def test_usage(example, capfd, name):
 
 @pytest.mark.parametrize("name, needed", [("plain_loop.py", 5 * 256), ("trainer.py", 9 * 256)])
 def test_too_little_text_says_so(example, tiny, tmp_path, capfd, name, needed):
-    save_model(*tiny, tmp_path)
+    write_model(*tiny, tmp_path)
     text = tmp_path / "short.txt"
     text.write_text("a" * (needed - 1))
     with pytest.raises(SystemExit) as left:
@@ -43,7 +43,7 @@ def test_too_little_text_says_so(example, tiny, tmp_path, capfd, name, needed):
 
 
 def test_plain_loop_runs(example, tiny, tmp_path, capfd):
-    save_model(*tiny, tmp_path)
+    write_model(*tiny, tmp_path)
     text = tmp_path / "long.txt"
     text.write_text("abcd" * (9 * 64))
     example("plain_loop.py", tmp_path, text)

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune import models
-from stallfree.cli.finetune.models import check_model, load_model, save_model
+from stallfree.cli.finetune.models import check_model, load_model
+from stallfree.convert import write_model
 
 
 def test_unknown_model_lists_what_works():
@@ -36,7 +37,7 @@ def test_incomplete_directories(tmp_path, tiny):
 def test_saved_model_loads_alike(tmp_path, tiny):
     model, tokenizer = tiny
     (tmp_path / "model-00001-of-00002.safetensors").write_bytes(b"a shard of an earlier model")
-    save_model(model, tokenizer, tmp_path)
+    write_model(model, tokenizer, tmp_path)
     again, words = load_model(str(tmp_path), torch.float32, 0)
     assert sorted(path.name for path in tmp_path.glob("*.safetensors")) == ["model.safetensors"]
     assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), again.state_dict().values(), strict=True))
@@ -48,7 +49,7 @@ def test_saved_model_loads_alike(tmp_path, tiny):
 def test_models_are_described_without_loading(tmp_path, tiny, monkeypatch):
     monkeypatch.setattr(models, "SMOLLM2_PACKAGE", "json")  # any package
     assert check_model("smollm2-135m") == "SmolLM2-135M-Instruct, de-quantized from the 4-bit file of the package json"
-    save_model(*tiny, tmp_path)
+    write_model(*tiny, tmp_path)
     assert check_model(str(tmp_path)) == str(tmp_path)
 
 
@@ -63,7 +64,7 @@ def test_missing_package_names_the_way_out(monkeypatch):
 def test_smollm2_is_dequantized_and_can_be_saved(tmp_path, capfd):
     model, tokenizer = load_model("smollm2-135m", torch.bfloat16, 0)
     assert capfd.readouterr() == ("", "")
-    save_model(model, tokenizer, tmp_path)
+    write_model(model, tokenizer, tmp_path)
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     prompt = AutoTokenizer.from_pretrained(tmp_path)("The capital of France is", return_tensors="pt")

@@ -2,10 +2,13 @@
 
 import json
 import os
+import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -15,17 +18,17 @@ from safetensors.torch import load_file
 
 import stallfree
 from stallfree.cli import main
-from stallfree.cli.errors import UsageError
+from stallfree.cli.finetune import checkpoint
 from stallfree.cli.finetune.batches import collate
-from stallfree.cli.finetune.checkpoint import load_checkpoint, save_checkpoint
 from stallfree.cli.finetune.data import encode_source, read_source
 from stallfree.cli.finetune.evaluation import token_losses
-from stallfree.cli.finetune.models import load_model, save_model
+from stallfree.cli.finetune.models import load_model
 from stallfree.cli.finetune.settings import FinetuneSettings, load_settings
 from stallfree.cli.finetune.tasks import Task
 from stallfree.cli.finetune.train import Training
 from stallfree.cli.flags import ACTIONS, flag
 from stallfree.config import FIELDS
+from stallfree.convert import write_model
 
 QUICK = {"lr": 3e-3, "micro_batch": 4, "seq_length": 48, "eval_size": 6}
 UNTIMED = {"seconds", "stall_ms", "restages", "bytes_up"}  # restages: per process; bytes_up: evaluations send weights too
@@ -87,7 +90,7 @@ def test_a_run_learns_and_leaves_a_model_with_the_reported_loss(finetune, sums, 
     assert [record["step"] for record in steps] == list(range(1, 25))
     assert all(0 <= record["rho"] <= 1 and record["grad_norm"] > 0 for record in steps)
     assert steps[0]["lr"] == 3e-3  # the warm-up is 5% of 24 steps: one
-    assert not (output / "checkpoint.pt").exists()
+    assert not (output / "checkpoints").exists()
 
     report = (output / "report.md").read_text()
     assert f"| 24 | {after:.4f} |" in report
@@ -335,7 +338,7 @@ def test_what_needs_no_data_is_checked_before_it_is_read(finetune, options):
 
 @pytest.mark.parametrize("flags", [[], ["--overwrite"]])
 def test_output_may_not_be_the_model(finetune, sums, tmp_path, tiny, flags):
-    save_model(*tiny, tmp_path / "model")
+    write_model(*tiny, tmp_path / "model")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     code, _, err = finetune(*flags, data=sums, model=tmp_path / "model", output=tmp_path / "x" / ".." / "model", steps=1)
     assert code == 2
@@ -382,17 +385,58 @@ def test_too_little_memory_names_the_way_out(finetune, sums, tmp_path, monkeypat
     assert "halve --micro-batch (8) and double --accumulation (1), or add --gradient-checkpointing" in err
 
 
-def test_a_full_disk_keeps_the_previous_checkpoint(tmp_path):
-    save_checkpoint(tmp_path, {"step": 1, "fingerprint": ""})
-    with pytest.raises(UsageError, match=r"checkpoint.pt.partial could not be written \(.*\): make room in"):
-        save_checkpoint(tmp_path, {"step": Unwritable()})
-    assert load_checkpoint(tmp_path, "")["step"] == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint.pt"]
+def full_after(step, monkeypatch):
+    """No file of a checkpoint can be written from this step on."""
+    written = checkpoint.save_checkpoint
+
+    def fill(*args):
+        with open("/dev/full", "wb", buffering=0) as full:
+            full.write(b"x")
+
+    def save(directory, optimizer, **parts):
+        with monkeypatch.context() as patch:
+            if optimizer.metrics()["call"] >= step:
+                patch.setattr("stallfree.checkpoints.write.write_tensors", fill)
+            return written(directory, optimizer, **parts)
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save)
 
 
-class Unwritable:
-    def __reduce__(self):
-        raise OSError(28, "No space left on device")
+def test_a_full_disk_stops_the_run_and_keeps_the_previous_checkpoint(finetune, sums, tmp_path, monkeypatch):
+    finetune(data=sums, steps=6, output=tmp_path / "whole", **QUICK)
+    full_after(4, monkeypatch)
+    code, _, err = finetune(data=sums, steps=6, save_every=2, **QUICK)
+    assert code == 2
+    assert "step 4 could not be saved: no checkpoint could be written into" in err
+    assert "No space left on device" in err
+    monkeypatch.undo()
+    resume_here(tmp_path / "out")
+    assert_equal_weights(tmp_path / "whole", tmp_path / "out")
+
+
+def test_a_full_disk_does_not_stop_a_run_that_is_told_so(finetune, sums, tmp_path, monkeypatch):
+    finetune(data=sums, steps=6, output=tmp_path / "whole", **QUICK)
+    full_after(4, monkeypatch)
+    code, out, _ = finetune(data=sums, steps=6, save_every=2, on_save_error="continue", **QUICK)
+    assert code == 0
+    assert "step 4 could not be saved, and training goes on: no checkpoint could be written into" in out
+    assert_equal_weights(tmp_path / "whole", tmp_path / "out")
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_resumes(finetune, sums, tmp_path, stop_after, monkeypatch):
+    finetune(data=sums, steps=6, output=tmp_path / "whole", **QUICK)
+    stop_after(3)
+    finetune(data=sums, steps=6, save_every=2, **QUICK)
+    monkeypatch.undo()
+    older, newer = sorted((tmp_path / "out" / "checkpoints").glob("checkpoint-*"))
+    os.truncate(newer / "tensors-00000.safetensors", 100)
+    code, _, err = finetune("--resume")
+    assert code == 2
+    assert f"{newer} is refused: tensors-00000.safetensors has 100 bytes" in err
+    assert f"the newest good one is {older}. Remove the refused one" in err
+    shutil.rmtree(newer)
+    resume_here(tmp_path / "out")
+    assert_equal_weights(tmp_path / "whole", tmp_path / "out")
 
 
 def test_debug_shows_the_traceback(sums):
@@ -405,3 +449,32 @@ def test_several_processes_are_refused(finetune, sums, monkeypatch):
     code, _, err = finetune(data=sums)
     assert code == 2
     assert "trains on one device: start it without torchrun" in err
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_a_run_ends_as_if_undisturbed(finetune, sums, tmp_path, seed):
+    """kill -9 at random moments, most of them in a save; then --resume."""
+    run = {"data": sums, "steps": 40, "save_every": 1, "eval_every": 0} | QUICK
+    finetune(output=tmp_path / "whole", **{**run, "save_every": 0})
+    arguments = [text for name, value in run.items() for text in (flag(name), str(value))]
+    start = ["finetune", "--model", "tiny", "--dtype", "float32", *arguments]
+    moments, kills = random.Random(seed), 0
+    while True:
+        code = f"import sys; from stallfree.cli import main; sys.exit(main({[*start, '--output', str(tmp_path / 'cut')]}))"
+        process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"})
+        found = len(metrics(tmp_path / "cut", "step")) if kills else 0
+        while process.poll() is None and (
+            not list((tmp_path / "cut").glob("checkpoints/checkpoint-*")) or len(metrics(tmp_path / "cut", "step")) <= found
+        ):
+            time.sleep(0.01)
+        time.sleep(moments.uniform(0, 0.2))
+        if process.poll() is not None:
+            break
+        process.kill()
+        process.wait()
+        kills += 1
+        start = ["finetune", "--resume"]
+    assert process.returncode == 0
+    assert kills > 3
+    assert_equal_weights(tmp_path / "whole", tmp_path / "cut")
+    assert metrics(tmp_path / "whole", "step") == metrics(tmp_path / "cut", "step")

@@ -17,7 +17,8 @@ from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import STATE, Block, Resident, Weight, classify, describe
 from stallfree.engine.pipeline import Engine
 
-VERSION = 2
+VERSION = 3
+NONE = -1  # in `selected`, before the first selection
 # Settings that a run cannot change between saving and loading.
 FIXED = (
     "topk_ratio",
@@ -29,7 +30,7 @@ FIXED = (
     "moments_dtype",
     "update_in_backward",
 )
-# What the state of a parameter says. Before the first call it says no more than HEADER, of a weight also WEIGHT.
+# What the state of a parameter says. Before the first call no more is taken from it than HEADER, and of a weight WEIGHT.
 HEADER = ("version", "config", "clock", "block", "place")
 WEIGHT = ("channel_dim", "phase")
 ADAMW = (*STATE, "step")
@@ -89,8 +90,7 @@ def read(
             if entries[item.param][key] != first[key]:
                 raise ValueError(f"the state of {_label(item)} is of another moment than that of others: its {key} differs")
     for weight in weights:
-        if first["clock"]["call"]:
-            _check_in_flight(weight, entries[weight.param])
+        _check_in_flight(weight, entries[weight.param])
     blocks = [_block(members, entries) for members in _grouped(weights, entries)]
     for place, weight in enumerate(weight for block in blocks for weight in block.weights):
         weight.key = place
@@ -126,6 +126,12 @@ def _match(
                 "state was saved, build the optimizer with it frozen, and unfreeze it after loading"
             )
     return entries
+
+
+def selected_of(saved: Entry) -> Tensor:
+    """The channels that the device holds, in the order of places; none before the first selection."""
+    channels: Tensor = saved["selected"]
+    return channels[channels != NONE]
 
 
 def _label(item: Resident | Weight) -> str:
@@ -164,10 +170,9 @@ def _check_entry(config: ZenFlowConfig, item: Resident | Weight, saved: Entry) -
                 f"{label} was saved with channel_dim={saved['channel_dim']}, here it is {item.channel_dim}; give the optimizer "
                 "the same names (model.named_parameters()) and channel_dim as when the state was saved"
             )
-    if saved["clock"]["call"]:
-        _require(item, saved, ADAMW)
-        for key in ADAMW[:3]:
-            _check_shape(item, saved[key], item.shape, key)
+    _require(item, saved, ADAMW)
+    for key in ADAMW[:3]:
+        _check_shape(item, saved[key], item.shape, key)
 
 
 def _check_shape(item: Resident | Weight, tensor: Tensor, shape: Sequence[int], what: str) -> None:
@@ -184,9 +189,8 @@ def _check_in_flight(weight: Weight, saved: Entry) -> None:
     _check_shape(weight, saved["published"], weight.shape, "published")
     for key in ("step", "score"):
         _check_shape(weight, saved[key], (weight.channels,), key)
-    selected = len(saved["selected"])
-    if selected:
-        _check_shape(weight, saved["selected"], (weight.selected_count,), "selected")
+    _check_shape(weight, saved["selected"], (weight.selected_count,), "selected")
+    selected = len(selected_of(saved))
     for slot in saved["slots"]:
         _require(weight, slot, SLOT, "slots.")
         if slot["hyper"] is not None:
@@ -216,7 +220,7 @@ def _block(members: list[Weight], entries: dict[nn.Parameter, Entry]) -> Block:
     said = [entries[weight.param] for weight in members]
     if len({weight.dtype for weight in members}) > 1:
         raise ValueError(f"{_label(members[0])} was saved beside others of its dtype; train in the same dtypes as then")
-    held = [len(saved.get("selected", ())) for saved in said]
+    held = [len(selected_of(saved)) if "selected" in saved else 0 for saved in said]
     for weight, saved, places in zip(members, said, held, strict=True):
         if _in_common(saved) != _in_common(said[0]) or (any(held) and places != weight.selected_count):
             raise ValueError(f"the state of {_label(weight)} contradicts that of {_label(members[0])}, which shares its block")

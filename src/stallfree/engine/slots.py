@@ -121,6 +121,13 @@ class SlotPool:
         for slot in slots:
             self._room.give(slot.start, slot.size, after)
 
+    def holds(self, value: object) -> bool:
+        """Whether something is a tensor in the pool's memory."""
+        if not isinstance(value, Tensor) or value.device.type != "cpu":
+            return False
+        begins = ((torch.frombuffer(chunk, dtype=torch.uint8).data_ptr(), len(chunk)) for _, chunk in self._chunks)
+        return any(begin <= value.data_ptr() < begin + size for begin, size in begins)
+
     @property
     def nbytes(self) -> int:
         return self._room.size

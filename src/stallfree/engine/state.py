@@ -2,18 +2,22 @@
 
 Everything lives in `state[p]`, so that whatever carries per-parameter state carries all of it. Nothing is copied on export: the
 rows of selected channels are filled into the room that the host arrays keep for them.
+
+From construction on the same names are there, with tensors of the same shapes: torch.distributed.checkpoint loads into what an
+optimizer that has just been built exports. What is in flight has no fixed shape. It is in tuples, which are one value to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stallfree.engine.blocks import STATE
-from stallfree.engine.checkpoint import FIXED, VERSION, Checkpoint, Entry
+from stallfree.engine.checkpoint import FIXED, NONE, VERSION, Checkpoint, Entry, selected_of
 from stallfree.engine.device import Division
 from stallfree.engine.pipeline import Engine
 from stallfree.engine.residents import ResidentState
@@ -39,9 +43,7 @@ def populate(engine: Engine, into: MutableMapping[Any, Any]) -> None:
 @torch.no_grad()
 def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     """Bring `state[p]` up to date. Waits for host work under way; changes nothing that training can see."""
-    engine.check_usable()
-    engine.refuse_early("state_dict()")
-    notice_writes(engine)
+    _prepare(engine, "state_dict()")
     clock = {
         "call": engine.clock.call,
         "interval": engine.clock.interval,
@@ -51,8 +53,6 @@ def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     config = {name: getattr(engine.config, name) for name in (*FIXED, "update_interval")}
     header = {"version": VERSION, "config": config, "clock": clock}
     populate(engine, into)
-    if engine.clock.call == 0:  # nothing has happened: weights, settings and the division into blocks say it all
-        into.update({param: {} for param, _ in engine.managed.values()})
     for number, group in enumerate(engine.groups):
         for place, resident in enumerate(group.residents):
             into[resident.param].update(header, block=number, place=place)
@@ -61,8 +61,40 @@ def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
         for state in block.weights:
             entry = into[state.weight.param]
             entry.update(header, block=number, place=state.place, phase=block.phase, channel_dim=state.weight.channel_dim)
-            if engine.clock.call:
-                entry.update(_export_weight(block, state))
+            entry.update(_export_weight(block, state))
+
+
+def _prepare(engine: Engine, what: str) -> None:
+    engine.check_usable()
+    engine.refuse_early(what)
+    notice_writes(engine)
+
+
+@torch.no_grad()
+def finished(engine: Engine) -> dict[nn.Parameter, Entry]:
+    """AdamW's state as a flush would leave it, in copies on the host, parameter-shaped; changes nothing."""
+    _prepare(engine, "leaving")
+    entries = {param: _finished_weight(engine, state) for param, state in engine.weights.items()}
+    for param, resident in engine.residents.items():
+        entries[param] = {name: getattr(resident, name).to("cpu", copy=True) for name in STATE}
+        entries[param]["step"] = resident.steps[:1].cpu()
+    return entries
+
+
+def _finished_weight(engine: Engine, state: WeightState) -> Entry:
+    block, host = state.block, state.host
+    block.settle()
+    entry = {name: getattr(host, name).clone() for name in STATE} | {"steps": host.steps.clone()}
+    division = block.half.installed
+    gradients = tuple(state.gradients(block.open, division))
+    if gradients:
+        engine.run(state, replace(host.job(gradients, division.divided, 0.0, None), **entry))
+    entry = {name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in entry.items()}
+    held = block.half.installed.selected[state.place].to("cpu")
+    if held.numel():
+        for (ours, _), copy in zip(state.halves(), entry.values(), strict=True):
+            copy[held] = ours.to("cpu")
+    return {name: state.weight.shaped(entry[name]) for name in STATE} | {"step": entry["steps"]}
 
 
 def _export_weight(block: BlockState, state: WeightState) -> Entry:
@@ -75,17 +107,19 @@ def _export_weight(block: BlockState, state: WeightState) -> Entry:
     exported: Entry = {
         "published": state.weight.param.detach(),
         "score": half.nobody.channels_of(half.score, place),
-        "selected": selected,
+        "selected": selected if held.numel() else selected.new_full((state.weight.selected_count,), NONE),
         "schedule": {
             "interval": block.schedule.interval,
             "last_selection": block.schedule.last_selection,
         },
         "passes": state.passes_expected,
-        "slots": [_export_slot(collected, state) for collected in block.open],
-        "windows": [_export_window(window, state) for window in block.queue],
+        "slots": tuple(_export_slot(collected, state) for collected in block.open),
+        "windows": tuple(_export_window(window, state) for window in block.queue),
     }
-    if held.numel() and host.exp_avg.dtype != torch.float32:  # the host's room would round the device's moments
-        exported["selected_moments"] = torch.stack((half.rows(half.exp_avg, place), half.rows(half.exp_avg_sq, place)))
+    if state.weight.selected_count and host.exp_avg.dtype != torch.float32:  # the host's room would round the device's moments
+        moments = torch.stack((half.rows(half.exp_avg, place), half.rows(half.exp_avg_sq, place)))
+        shape = (2, state.weight.selected_count, state.weight.length)
+        exported["selected_moments"] = moments if held.numel() else moments.new_zeros(shape)
     return exported
 
 
@@ -96,8 +130,15 @@ def _export_slot(collected: CollectedCall, state: WeightState) -> dict[str, Any]
         assert collected.memory is not None
         slot["skipped"] = collected.skipped
         slot["factor"] = collected.factor(state.weight.key)
-        slot["grad"] = layout.deferred_rows(collected.memory, state.place)
+        slot["grad"] = _alone(layout.deferred_rows(collected.memory, state.place))
     return slot
+
+
+def _alone(part: Tensor) -> Tensor:
+    """The same host memory as a storage of its own: who pickles a part of a slot would take the whole slot along."""
+    start = part.storage_offset() * part.itemsize
+    storage = part.untyped_storage()[start : start + part.nbytes]
+    return torch.empty(0, dtype=part.dtype, device="cpu").set_(storage, 0, part.shape, part.stride())
 
 
 def _export_window(window: Window, state: WeightState) -> dict[str, Any]:
@@ -106,7 +147,7 @@ def _export_window(window: Window, state: WeightState) -> dict[str, Any]:
     if window.shown:  # during backward already: its slots are free
         published = state.weight.rows_of(state.weight.param)[deferred]
     else:
-        published = division.layout.deferred_rows(window.published, place)
+        published = _alone(division.layout.deferred_rows(window.published, place))
     return {
         "due": window.due,
         "call": window.calls[0].call,
@@ -121,8 +162,14 @@ def _export_window(window: Window, state: WeightState) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def abandon(engine: Engine) -> None:
-    """Let go of all that is under way: it belongs to the state that is given up, and so do the gradients in `.grad`."""
+def abandon(engine: Engine, loaded: Checkpoint) -> None:
+    """Let go of all that is under way: it belongs to the state that is given up, and so do the gradients in `.grad`.
+
+    What is to be loaded may have been exported by this very engine, and lie in slots that are free from here on.
+    """
+    for param, entry in loaded.entries.items():
+        flying = {name: tuple(_kept(engine, part) for part in entry[name]) for name in ("slots", "windows") if name in entry}
+        loaded.entries[param] = entry | flying
     for block in engine.blocks:
         block.settle()
         if block.early is not None:
@@ -140,6 +187,10 @@ def abandon(engine: Engine) -> None:
         param.grad = None
 
 
+def _kept(engine: Engine, part: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if engine.pool.holds(value) else value for name, value in part.items()}
+
+
 @torch.no_grad()
 def load(engine: Engine, checkpoint: Checkpoint) -> None:
     """Take over a state that fits."""
@@ -149,7 +200,10 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
         engine.clock.interval = clock["interval"]
     engine.clock.warm_up, engine.clock.last_lr = clock["warm_up"], clock["last_lr"]
     for param, resident in engine.residents.items():
-        _load_resident(resident, checkpoint.entries[param])
+        if clock["call"]:
+            _load_resident(resident, checkpoint.entries[param])
+        else:  # nothing had happened: weights, settings and the division into blocks say it all
+            resident.reset()
         engine.see(param)
     for block in engine.blocks:
         _load_block(engine, block, [checkpoint.entries[param] for param in block.params])
@@ -157,9 +211,6 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 def _load_resident(resident: ResidentState, saved: Entry) -> None:
-    if "master" not in saved:
-        resident.reset()
-        return
     for name in STATE:
         getattr(resident, name).copy_(saved[name])
     resident.steps.copy_(saved["step"])
@@ -168,10 +219,11 @@ def _load_resident(resident: ResidentState, saved: Entry) -> None:
 
 def _load_block(engine: Engine, block: BlockState, entries: list[Entry]) -> None:
     block.expect()
-    block.schedule = BlockSchedule(entries[0]["phase"], **entries[0].get("schedule", {}))
-    if "schedule" not in entries[0]:
+    block.schedule = BlockSchedule(entries[0]["phase"])
+    if not engine.clock.call:
         block.reset()
         return
+    block.schedule = BlockSchedule(entries[0]["phase"], **entries[0]["schedule"])
     _load_half(block, entries)
     for state, saved in zip(block.weights, entries, strict=True):
         _load_weight(engine, state, saved)
@@ -184,12 +236,11 @@ def _load_block(engine: Engine, block: BlockState, entries: list[Entry]) -> None
 def _load_half(block: BlockState, entries: list[Entry]) -> None:
     half = block.half
     half.retention = [None] * len(entries)
-    half.follow(_division(block, [saved["selected"] for saved in entries]))
+    selected = [selected_of(saved) for saved in entries]
+    half.follow(_division(block, selected))
     if block.exchange:
-        held = torch.cat([saved["selected"].to("cpu", torch.int32) for saved in entries])
-        block.exchange.host.selected.copy_(
-            held if half.installed.divided else torch.full_like(block.exchange.host.selected, -1)
-        )
+        here = torch.cat(selected).to("cpu")
+        block.exchange.host.selected.copy_(here) if half.installed.divided else block.exchange.host.selected.fill_(-1)
 
 
 def _division(block: BlockState, selected: list[Tensor]) -> Division:
@@ -200,7 +251,7 @@ def _division(block: BlockState, selected: list[Tensor]) -> Division:
         rest = torch.ones(segment.channels, dtype=torch.bool, device="cpu")
         rest[channels.to("cpu")] = False
         deferred.append(rest.nonzero().flatten().to(half.device))
-    return Division.of(layout, [channels.to(half.device) for channels in selected], deferred)
+    return Division.of(layout, [channels.to(half.device, copy=True) for channels in selected], deferred)
 
 
 def _load_weight(engine: Engine, state: WeightState, saved: Entry) -> None:

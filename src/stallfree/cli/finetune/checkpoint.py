@@ -1,53 +1,63 @@
-"""What an interrupted run leaves behind: one file to resume from, replaced only by a complete newer one."""
+"""What an unfinished run leaves behind to resume from: checkpoints, of which the last two are kept."""
 
 from __future__ import annotations
 
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from stallfree.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from stallfree.cli.errors import UsageError
+from stallfree.cli.finetune.train import Training
 
-CHECKPOINT_FILE = "checkpoint.pt"
+CHECKPOINTS = "checkpoints"  # in the output directory
 
 
-def save_checkpoint(directory: Path, state: dict[str, Any]) -> None:
-    """Write `state`; whatever goes wrong on the way, the previous checkpoint stays.
+def save(directory: Path, training: Training, about: dict[str, Any]) -> None:
+    """Write a checkpoint; whatever goes wrong on the way, the previous ones stay.
 
     Raises:
         UsageError: if it cannot be written.
     """
-    partial = directory / f"{CHECKPOINT_FILE}.partial"
+    extra = {"training": training.state_dict(), "about": about}
     try:
-        torch.save(state, partial)
-    except (OSError, RuntimeError) as error:  # torch's writer turns a full disk into a RuntimeError
-        partial.unlink(missing_ok=True)
-        raise UsageError(f"{partial} could not be written ({error}): make room in {directory}") from error
-    partial.replace(directory / CHECKPOINT_FILE)
+        save_checkpoint(directory / CHECKPOINTS, training.optimizer, model=training.model, extra=extra)
+    except CheckpointError as error:
+        raise UsageError(f"{error}: make room, or give another --output") from error
 
 
-def load_checkpoint(directory: Path, fingerprint: str) -> dict[str, Any]:
-    """The state of an interrupted run.
+def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any]:
+    """Put a training where an interrupted one was; returns what was saved about it.
 
     Raises:
-        UsageError: if there is none, or the data changed since.
+        UsageError: if there is no checkpoint, it is damaged or of another run, or the data changed since.
     """
-    path = directory / CHECKPOINT_FILE
-    if not path.is_file():
+    path = directory / CHECKPOINTS
+    if not path.is_dir():
         raise UsageError(
             f"the run in {directory} has no checkpoint to resume from: it is complete, or start anew with --overwrite"
         )
     try:
-        state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch has many for a damaged file
-        raise UsageError(f"{path} is damaged ({type(error).__name__}): start anew with --overwrite") from error
-    if state["fingerprint"] != fingerprint:
+        extra = load_checkpoint(path, training.optimizer, model=training.model)
+    except CheckpointError as error:
+        raise UsageError(f"{error}. Remove the refused one to resume from another, or start anew with --overwrite") from error
+    except ValueError as error:
+        raise UsageError(
+            f"the checkpoints in {path} are of another run or release ({error}): start anew with --overwrite"
+        ) from error
+    if extra["about"]["fingerprint"] != fingerprint:
         raise UsageError(
             f"the data or the tokenizer changed since the run in {directory}: restore it, or start anew with --overwrite"
         )
-    return state
+    training.load_state_dict(extra["training"])
+    about: dict[str, Any] = extra["about"]
+    return about
+
+
+def remove(directory: Path) -> None:
+    """All checkpoints of a run."""
+    shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)
 
 
 def resume_command(directory: Path) -> str:

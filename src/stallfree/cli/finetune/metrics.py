@@ -19,7 +19,9 @@ class MetricsLog:
             for record in read_metrics(directory)
             if (record["step"] <= step if record["kind"] == "step" else record["step"] in (evaluated or set()))
         ]
-        self._path.write_text("".join(json.dumps(record) + "\n" for record in known), encoding="utf-8")
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(record) + "\n" for record in known), encoding="utf-8")
+        partial.replace(self._path)
 
     def append(self, record: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:

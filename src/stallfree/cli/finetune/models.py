@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import io
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,19 +52,6 @@ def check_model(name: str) -> str:
     if name == "tiny":
         return "a random model of 0.4M parameters"
     return str(_check_directory(name))
-
-
-def save_model(model: Any, tokenizer: Any, directory: Path) -> None:
-    """Write the model as it is in Transformers format, replacing an earlier one only once the new one is complete."""
-    partial = directory / ".saving"
-    shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    for old in directory.glob("model*.safetensors*"):  # shards of a larger model would be read in place of a single file
-        old.unlink()
-    for file in partial.iterdir():
-        file.replace(directory / file.name)
-    partial.rmdir()
 
 
 def checkpoint_activations(model: Any) -> None:

@@ -10,20 +10,22 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 
 from stallfree.cli.errors import UsageError
-from stallfree.cli.finetune.checkpoint import CHECKPOINT_FILE, load_checkpoint, resume_command, save_checkpoint
+from stallfree.cli.finetune import checkpoint
 from stallfree.cli.finetune.data import Data, encode_source, read_source
 from stallfree.cli.finetune.display import Display
 from stallfree.cli.finetune.evaluation import Evaluation, Evaluator
 from stallfree.cli.finetune.interrupt import Interrupted, StopRequest
 from stallfree.cli.finetune.machine import choose_dtype
 from stallfree.cli.finetune.metrics import METRICS_FILE, MetricsLog
-from stallfree.cli.finetune.models import check_model, checkpoint_activations, load_model, save_model
+from stallfree.cli.finetune.models import check_model, checkpoint_activations, load_model
 from stallfree.cli.finetune.optimizer import warmup_steps
 from stallfree.cli.finetune.report import CURVE_FILE, REPORT_FILE, verdict, write_report
 from stallfree.cli.finetune.settings import MODEL_NAMES, SETTINGS_FILE, FinetuneSettings, save_settings
 from stallfree.cli.finetune.train import PendingRecord, Training
+from stallfree.convert import export_model, write_model
 
 NOT_FINITE_LIMIT = 5  # steps in a row without a finite loss, after which a run is given up
 
@@ -53,7 +55,7 @@ def finetune(settings: FinetuneSettings, *, resume: bool = False, overwrite: boo
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
     training = Training(model, data, settings, settings.optimizer_config(), steps, tokenizer.pad_token_id)
-    saved = load_checkpoint(settings.output, data.fingerprint) if resume else None
+    saved = checkpoint.load(settings.output, training, data.fingerprint) if resume else None
     try:
         with Display(steps, console) as display, StopRequest(display.note) as stop:
             return Run(settings, training, tokenizer, data, display, stop, saved).go()
@@ -84,7 +86,6 @@ class Run:
         self.pending: PendingRecord | None = None
         self.not_finite = 0
         if saved is not None:
-            training.load_state_dict(saved)
             self.evaluations = {record["step"]: Evaluation(**record) for record in saved["evaluations"]}
         self.output.mkdir(parents=True, exist_ok=True)
         if saved is None:
@@ -114,7 +115,7 @@ class Run:
                 if training.step == training.steps:
                     return self._finish()
                 if self.settings.save_every and training.step and training.step % self.settings.save_every == 0:
-                    self._save()
+                    self._save_on_the_way()
                 self._log_pending()
                 self.pending = training.advance()
         except Interrupted:
@@ -152,26 +153,32 @@ class Run:
             )
 
     def _save(self) -> None:
-        """Exact weights for use, and everything needed to go on."""
+        """Everything needed to go on, and exact weights for use."""
         self._log_pending()
-        with self.training.optimizer.exact_weights():
-            save_model(self.training.model, self.tokenizer, self.output)
         evaluations = [asdict(found) for found in self.evaluations.values()]
-        state = self.training.state_dict() | {"evaluations": evaluations, "fingerprint": self.data.fingerprint}
-        save_checkpoint(self.output, state)
+        checkpoint.save(self.output, self.training, {"evaluations": evaluations, "fingerprint": self.data.fingerprint})
+        export_model(self.training.model, self.training.optimizer, self.output, tokenizer=self.tokenizer)
+
+    def _save_on_the_way(self) -> None:
+        try:
+            self._save()
+        except (UsageError, OSError, SafetensorError) as error:
+            if self.settings.on_save_error == "stop":
+                raise UsageError(f"step {self.training.step} could not be saved: {error}") from error
+            self.display.note(f"step {self.training.step} could not be saved, and training goes on: {error}")
 
     def _leave(self) -> int:
         assert self.stop.signal is not None
         self._save()
         self.display.note(f"stopped after step {self.training.step} of {self.training.steps}; to continue:")
-        self.display.note(f"  {resume_command(self.output)}")
+        self.display.note(f"  {checkpoint.resume_command(self.output)}")
         return 128 + self.stop.signal
 
     def _finish(self) -> int:
         self.training.optimizer.flush()
-        save_model(self.training.model, self.tokenizer, self.output)
-        (self.output / CHECKPOINT_FILE).unlink(missing_ok=True)  # nothing is left to resume
+        write_model(self.training.model, self.tokenizer, self.output)
         report = write_report(self.output, self.settings, self.training, self.evaluator.prompts, self.data)
+        checkpoint.remove(self.output)  # nothing is left to resume
         before, after = self.evaluations[0], self.evaluations[self.training.steps]
         assert before.samples is not None
         assert after.samples is not None
@@ -213,8 +220,9 @@ def _check_one_process() -> None:
 
 def _clear(output: Path) -> None:
     """Remove what an earlier run wrote about itself, and nothing else."""
-    for name in (SETTINGS_FILE, METRICS_FILE, CHECKPOINT_FILE, REPORT_FILE, CURVE_FILE):
+    for name in (SETTINGS_FILE, METRICS_FILE, REPORT_FILE, CURVE_FILE):
         (output / name).unlink(missing_ok=True)
+    checkpoint.remove(output)
 
 
 def _choose_device(settings: FinetuneSettings) -> tuple[FinetuneSettings, str]:

@@ -80,6 +80,9 @@ class FinetuneSettings(BaseModel):
         ge=1,
     )
     save_every: int = setting(0, "Steps between checkpoints; 0: only when interrupted.", ge=0)
+    on_save_error: Literal["stop", "continue"] = setting(
+        "stop", "What to do when a checkpoint on the way cannot be written, as on a full disk. Older ones stay either way."
+    )
 
     @property
     def clip(self) -> float | None:
@@ -206,7 +209,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path} is not a file: give a YAML file with settings as --config")
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(values, dict) or not isinstance(values.get("set", {}), dict):
         raise UsageError(f"{path} holds no settings: write lines like 'lr: 2e-5' or 'set: {{topk_ratio: 0.2}}'")

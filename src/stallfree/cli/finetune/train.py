@@ -74,12 +74,10 @@ class Training:
         return PendingRecord(record | {"seconds": time.perf_counter() - begun}, loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the rest of the run depends on. Weights are the published ones, which the next forward pass would see."""
+        """What the rest of the run depends on beside the model and the optimizer, which checkpoints hold themselves."""
         return {
             "step": self.step,
             "tokens": self.tokens,
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
             "schedule": self.schedule.state_dict(),
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
@@ -87,8 +85,6 @@ class Training:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.tokens = state["step"], state["tokens"]
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
         self.schedule.load_state_dict(state["schedule"])
         torch.set_rng_state(state["rng"])
         if state["cuda_rng"]:
