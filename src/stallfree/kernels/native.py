@@ -14,7 +14,7 @@ import torch
 
 from stallfree.kernels.replay import ReplayJob, check_job
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY = Path(__file__).with_name("_replay.so")
 
 _ISAS = ("portable", "avx2", "avx512", "avx512-rsqrt")
@@ -130,6 +130,11 @@ class NativeReplay:
         assert self._pool is not None
         return self._pool
 
+    def limit(self, threads: int) -> None:
+        """From the next job on, let at most so many threads work: for whoever needs the memory's bandwidth more."""
+        if self._end.alive:
+            load_library().stallfree_pool_limit(self._pool, threads)
+
     def close(self) -> None:
         """End the kernel's threads, after the job that runs, if one does. Idempotent; does nothing in a forked child."""
         if os.getpid() != self._owner:
@@ -194,6 +199,8 @@ def load_library() -> ctypes.CDLL:
     ]
     library.stallfree_pool_destroy.restype = None
     library.stallfree_pool_destroy.argtypes = [ctypes.c_void_p]
+    library.stallfree_pool_limit.restype = None
+    library.stallfree_pool_limit.argtypes = [ctypes.c_void_p, ctypes.c_int32]
     library.stallfree_replay.restype = ctypes.c_int32
     library.stallfree_replay.argtypes = [ctypes.c_void_p, ctypes.POINTER(_Job)]
     return library

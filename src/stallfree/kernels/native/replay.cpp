@@ -20,10 +20,11 @@
 
 struct stallfree_pool {
   stallfree_pool(int32_t threads, const int32_t* cores, const stallfree::Table& table)
-      : threads(threads, cores), table(table) {}
+      : threads(threads, cores), table(table), most(threads) {}
 
   stallfree::Pool threads;
   const stallfree::Table& table;
+  std::atomic<int> most;  // threads that may work
   std::mutex one_task;
   std::atomic<int> owners{1};  // whoever created it, and its queues
 };
@@ -261,7 +262,7 @@ int32_t replay_all(stallfree_pool* pool, const stallfree_job* jobs, int32_t coun
 
 void run_on(stallfree_pool* pool, Task task, void* context, int64_t participants) {
   const std::lock_guard<std::mutex> lock(pool->one_task);
-  const int64_t most = pool->threads.threads();
+  const int64_t most = pool->most.load(std::memory_order_relaxed);
   pool->threads.run(task, context, static_cast<int>(std::clamp<int64_t>(participants, 1, most)));
 }
 
@@ -297,6 +298,10 @@ int32_t stallfree_pool_create(int32_t threads, const int32_t* cores, int32_t isa
 void stallfree_pool_destroy(stallfree_pool* pool) {
   // In a forked child there is no thread to join, and ending the pool without joining ends the process: leave it to the exit.
   if (pool->threads.usable() && pool->owners.fetch_sub(1) == 1) delete pool;
+}
+
+void stallfree_pool_limit(stallfree_pool* pool, int32_t threads) {
+  pool->most.store(std::clamp(threads, 1, pool->threads.threads()), std::memory_order_relaxed);
 }
 
 int32_t stallfree_replay(stallfree_pool* pool, const stallfree_job* job) {
