@@ -21,6 +21,25 @@ refused with the closest known one (by the optimizer, `from_dict` and `load`). A
 value.
 """
 
+AUTO = """
+## `update_interval="auto"`
+
+S is 1 during the warm-up and 2 after it. Then the optimizer measures: the time between two calls (the median of eight, without
+stalls) and the host's time for a full update. It takes the smallest S whose host update fits 85% of S calls. How host time
+depends on S follows from bytes at first, and from measurements once S has had two values. S grows when calls stall, and shrinks
+only to what fits with 25% to spare. It decides again, at most every 64 calls, when a time has changed by more than 15%.
+
+- `staleness_budget` bounds what that may cost: rho * (S + 1) / 2, a gradient's mean delay in calls, weighted by the share of
+  the squared gradient norm that is deferred. At rho 0.2 the budget of 1.0 allows S up to 9, at rho 0.7 only S=1.
+- `max_update_interval`, if it is not given, is the largest of 8, 4 and 2 with which a tenth of the available host memory stays
+  free, decided before anything is allocated. A resumed run keeps that of the run that saved.
+- Every change is in `optimizer.interval_history`, with its reason, in checkpoints, and in the log:
+  `logging.getLogger("stallfree").setLevel(logging.INFO)`. If no S hides the host's work, a warning says what would help.
+- This is the only place where timing influences a result. To repeat a run bit for bit, take its settings and its record:
+  `optimizer.config.replace(interval_schedule={change.call: change.interval for change in optimizer.interval_history})`.
+- `optimizer.set_update_interval(n)` turns it off.
+"""
+
 METRICS = """
 ## Metrics
 
@@ -28,7 +47,7 @@ METRICS = """
 
 | key | meaning |
 |---|---|
-| `call`, `interval`, `warming_up` | steps so far, S, whether the warm-up goes on |
+| `call`, `interval`, `interval_changes`, `warming_up` | steps so far, S, how often S changed, whether the warm-up goes on |
 | `grad_norm` | before clipping by `max_grad_norm` |
 | `skipped_steps` | steps skipped because the gradient norm was not finite |
 | `rho`, `rho_by_kind` | share of squared gradient norm in deferred channels, over all weights and by kind of parameter |
@@ -62,7 +81,7 @@ def configuration() -> str:
     for name in PRESETS:
         preset = ZenFlowConfig(preset=name)
         lines.append(f"| `{name}` | {' | '.join(str(getattr(preset, column)) for column in SHOWN)} |")
-    return "\n".join(lines) + "\n" + METRICS
+    return "\n".join(lines) + "\n" + AUTO + METRICS
 
 
 if __name__ == "__main__":

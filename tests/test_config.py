@@ -51,6 +51,22 @@ def test_look_ahead_follows_the_interval_unless_it_is_given(lookahead, lag, inte
 def test_room_for_slots_covers_the_interval():
     assert ZenFlowConfig(update_interval=6).max_update_interval == 6
     assert ZenFlowConfig(update_interval=2, max_update_interval=8).max_update_interval == 8
+    assert ZenFlowConfig(update_interval=2, interval_schedule={9: 5}).max_update_interval == 5
+    with pytest.raises(ValueError, match="interval_schedule"):
+        ZenFlowConfig(update_interval=2, max_update_interval=4, interval_schedule={9: 5})
+
+
+@pytest.mark.parametrize(
+    "settings, rooms",
+    [({}, (8, 4, 2)), (dict(interval_schedule={9: 4}), (8, 4)), (dict(interval_schedule={9: 12}), (12,))],
+)
+def test_auto_leaves_its_room_to_the_optimizer(settings, rooms):
+    config = ZenFlowConfig(**settings)
+    assert config.room_is_open
+    assert config.rooms == rooms
+    assert config.max_update_interval == rooms[0]
+    assert not config.replace(max_update_interval=16).room_is_open
+    assert not ZenFlowConfig(update_interval=2).room_is_open
 
 
 def test_it_is_frozen_and_keyword_only():
@@ -66,6 +82,8 @@ BAD = [
     ("preset", "nonsense"),
     *[("topk_ratio", value) for value in (-0.01, 1.01, math.nan, math.inf, "0.1", True)],
     *[("update_interval", value) for value in (0, -3, 2.5, "often", True)],
+    *[("staleness_budget", value) for value in (0, -1.0, math.inf, "small")],
+    *[("interval_schedule", value) for value in (4, [4], {"soon": 4}, {-1: 4}, {5: 0}, {5: 2.5})],
     ("rule", "median"),
     *[("lag", value) for value in (-1, 0.5, "late")],
     *[("lookahead", value) for value in (-1.0, math.nan, "far")],
@@ -107,6 +125,7 @@ def test_stronghold_refuses_what_it_cannot_keep(setting):
 CONFIGS = [
     *[ZenFlowConfig(preset=preset) for preset in PRESETS],
     ZenFlowConfig(channel_dim={"embed": 0, "head": 1}, max_grad_norm=1.0, full_warm_up_rounds=7, host_threads=3, seed=5),
+    ZenFlowConfig(interval_schedule={14: 4, 78: 1}, staleness_budget=0.5),
     ZenFlowConfig(preset="zenflow", update_interval=8, max_update_interval=16, moments_dtype="bfloat16"),
 ]
 

@@ -39,7 +39,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 # What a preset does not mention.
 BASE: dict[str, Any] = dict(overlap_step=True, update_in_backward=False)
-AUTO_INTERVAL = 2  # update_interval="auto": the best of 2, 4 and 8 in benchmarks/results/convergence-2026-11-29.md
+# update_interval="auto" begins with the best of 2, 4 and 8 in benchmarks/results/convergence-2026-11-29.md.
+AUTO_INTERVAL = 2
+AUTO_ROOMS = (8, 4, 2)  # its max_update_interval: the first that fits into host memory
 
 Preset = Literal["stallfree", "zenflow", "zenflow-star", "zero-offload", "zero-offload-dpu", "stronghold", "device"]
 
@@ -55,7 +57,13 @@ class ZenFlowConfig:
     topk_ratio: float = None  # type: ignore[assignment]
     """Share of each parameter's channels that the device updates at every call. 0: all on the host. 1: all on the device."""
     update_interval: int | Literal["auto"] = None  # type: ignore[assignment]
-    """S: how many consecutive calls a block collects before its host update. "auto" is 2. A larger S moves fewer bytes."""
+    """S: how many consecutive calls a block collects before its host update. A larger S moves fewer bytes.
+    "auto": 2 at first, then the smallest S that hides the host's work, by measured times (below)."""
+    staleness_budget: float = 1.0
+    """What "auto" may cost: the largest rho * (S + 1) / 2, a gradient's mean delay in calls, weighted by its share (rho is the
+    share of the squared gradient norm that is deferred)."""
+    interval_schedule: Mapping[int, int] | None = None
+    """S by call, as a run with "auto" has recorded it: after call t, S is the value at t. Replaces what "auto" would decide."""
     rule: Literal["replay", "mean"] = None  # type: ignore[assignment]
     """What the host does with a window: "replay" one AdamW step per gradient; "mean" one AdamW step on their mean."""
     lag: int = None  # type: ignore[assignment]
@@ -98,7 +106,8 @@ class ZenFlowConfig:
     block_numel: int = 1 << 26
     """Elements after which a new block begins; one transformer layer is a good size."""
     max_update_interval: int = None  # type: ignore[assignment]
-    """The largest S that `set_update_interval` may ask for: host memory for slots is reserved for it. Default: the first S."""
+    """The largest S that `set_update_interval`, a schedule or "auto" may ask for: host memory for slots is reserved for it.
+    Default: the first S; with "auto" 8, which the optimizer lowers to 4 or 2, in its own `config`, where memory asks for it."""
     seed: int = 0
     """Of the stochastic rounding of bfloat16 moments."""
 
@@ -107,10 +116,13 @@ class ZenFlowConfig:
             raise ValueError(f"preset {self.preset!r} is unknown; there are: {', '.join(PRESETS)}")
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         object.__setattr__(self, "_given", {name: value for name, value in given.items() if value is not None})
+        if isinstance(self.interval_schedule, Mapping):
+            schedule = {_as_call(call): interval for call, interval in self.interval_schedule.items()}
+            object.__setattr__(self, "interval_schedule", schedule)
         for name, value in (BASE | PRESETS[self.preset]).items():
             self._fill(name, None, value)
         self._fill("lag", "interval", self.initial_interval)
-        self._fill("max_update_interval", None, self.initial_interval)
+        self._fill("max_update_interval", None, self.rooms[0])
         if isinstance(self.channel_dim, Mapping):
             object.__setattr__(self, "channel_dim", dict(self.channel_dim))
         self._validate()
@@ -123,6 +135,19 @@ class ZenFlowConfig:
     def initial_interval(self) -> int:
         """S at the start."""
         return AUTO_INTERVAL if self.update_interval == "auto" else self.update_interval
+
+    @property
+    def room_is_open(self) -> bool:
+        """Whether `max_update_interval` is left to the optimizer."""
+        return self.update_interval == "auto" and "max_update_interval" not in self._given  # type: ignore[attr-defined]
+
+    @property
+    def rooms(self) -> tuple[int, ...]:
+        """What `max_update_interval` may be if it is not given, the best first."""
+        schedule = self.interval_schedule if isinstance(self.interval_schedule, dict) else {}
+        least = max([self.initial_interval, *filter(_is_int, schedule.values())])
+        larger = [room for room in AUTO_ROOMS if room > least] if self.update_interval == "auto" else []
+        return (*larger, least)
 
     def lookahead_at(self, interval: int) -> float:
         """Look-ahead of a window that closes under this S."""
@@ -139,6 +164,20 @@ class ZenFlowConfig:
             "update_interval",
             self.update_interval,
             'a whole number of calls, at least 1, or "auto"',
+        )
+        _require(
+            _is_number(self.staleness_budget) and self.staleness_budget > 0,
+            "staleness_budget",
+            self.staleness_budget,
+            "a number of calls above 0",
+        )
+        schedule = self.interval_schedule
+        _require(
+            schedule is None
+            or (isinstance(schedule, dict) and all(_at_least(t, 0) and _at_least(s, 1) for t, s in schedule.items())),
+            "interval_schedule",
+            schedule,
+            "a mapping from calls to values of S, or None",
         )
         _require(self.rule in ("replay", "mean"), "rule", self.rule, '"replay" or "mean"')
         _require(_at_least(self.lag, 0), "lag", self.lag, "a whole number of calls, at least 0")
@@ -197,10 +236,10 @@ class ZenFlowConfig:
         )
         _require(_at_least(self.block_numel, 1), "block_numel", self.block_numel, "a whole number of elements, at least 1")
         _require(
-            _at_least(self.max_update_interval, self.initial_interval),
+            _at_least(self.max_update_interval, self.rooms[-1]),
             "max_update_interval",
             self.max_update_interval,
-            f"a whole number of calls, at least update_interval ({self.initial_interval})",
+            f"a whole number of calls, at least update_interval and all of interval_schedule ({self.rooms[-1]})",
         )
         _require(_is_int(self.seed), "seed", self.seed, "a whole number")
         if self.update_in_backward:
@@ -299,6 +338,11 @@ def _is_int(value: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _as_call(key: Any) -> Any:
+    """JSON knows no numbers as keys."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
 def _at_least(value: Any, least: int) -> bool:

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
+from stallfree import planner
 from stallfree.config import ZenFlowConfig
 from stallfree.engine import checkpoint, state, weights
 from stallfree.engine.blocks import check_distinct, check_trainable
 from stallfree.engine.gradient import StagedGradient
+from stallfree.engine.interval import IntervalChange
 from stallfree.engine.pipeline import Engine, Hypers
 from stallfree.kernels.device import Hyper
 from stallfree.telemetry.meter import mean_by_kind
@@ -64,7 +66,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             )
         elif overrides:
             config = config.replace(**overrides)
-        self.config = config
+        self.config, self._room_is_open = config, config.room_is_open
         self._engine: Engine | None = None
         groups = _as_groups(params)
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
@@ -72,6 +74,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if not named:
             raise ValueError("all parameters are frozen (requires_grad is False): there is nothing to train")
         _refuse_plain_ranks()
+        check_trainable(named)
+        self.config = planner.with_room(named, config)
         self._engine = self._new_engine(named[0][1].device)
         self._engine.adopt(named)
         state.populate(self._engine, self.state)
@@ -163,14 +167,16 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def _load(self, state_dict: dict[str, Any]) -> None:
         self.engine.check_usable()
         named = self._named(self.param_groups, frozen=True)
-        loaded = checkpoint.read(self.engine, self.param_groups, named, state_dict)
+        loaded = checkpoint.read(self.engine, self.param_groups, named, state_dict, self._room_is_open)
+        config = self.config if loaded.room == self.config.max_update_interval else self._with_room(loaded)
         managed = self.engine.managed
         self.engine.check_joining(
             [(name, param) for name, param in named if param in loaded.entries and id(param) not in managed]
         )
         state.abandon(self.engine, loaded)
         try:
-            if not loaded.fits(self.engine):
+            if config is not self.config or not loaded.fits(self.engine):
+                self.config = config
                 self._replace_engine(loaded)
             state.load(self.engine, loaded)
         except BaseException as error:
@@ -180,15 +186,24 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             group.update({key: copy.deepcopy(value) for key, value in saved.items() if key not in ("params", "param_names")})
         state.populate(self.engine, self.state)
 
+    def _with_room(self, loaded: checkpoint.Checkpoint) -> ZenFlowConfig:
+        """With the `max_update_interval` that the run that saved had chosen: phases of blocks depend on it."""
+        config = self.config.replace(max_update_interval=loaded.room)
+        named = self._named(self.param_groups)
+        more = planner.plan(named, config).host - planner.plan(named, self.config).host
+        if more > planner.available_host_bytes():
+            planner.check_fits(planner.plan(named, config))
+        return config
+
     def _replace_engine(self, loaded: checkpoint.Checkpoint) -> None:
         """By one with the blocks of a state that is to be loaded."""
-        device, clock = self.engine.device, self.engine.clock
+        device, clock, by_user = self.engine.device, self.engine.clock, self.engine.tuner.by_user
         self.close()
         self._engine = self._new_engine(device)
         self.state.clear()
         gc.collect()  # cycles hold the old one's memory, which the new one needs
         self._engine.take(loaded.residents, loaded.blocks)
-        self._engine.clock = clock
+        self._engine.clock, self._engine.tuner.by_user = clock, by_user
 
     # Beyond torch's protocol
 
@@ -217,13 +232,18 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return grad.staged.full() if isinstance(grad, StagedGradient) else grad
 
     def set_update_interval(self, interval: int) -> None:
-        """Change S; each block adopts it when its window closes."""
+        """Change S; each block adopts it when its window closes. Turns off `update_interval="auto"`, and says so in the log."""
         if isinstance(interval, bool) or not isinstance(interval, int) or not 1 <= interval <= self.config.max_update_interval:
             raise ValueError(
                 f"update_interval must be a whole number from 1 to max_update_interval, "
                 f"which is {self.config.max_update_interval} since construction; got {interval!r}"
             )
-        self.engine.clock.interval = interval
+        self.engine.tuner.set_by_user(self.engine.clock, interval)
+
+    @property
+    def interval_history(self) -> tuple[IntervalChange, ...]:
+        """Every change of S so far. What `interval_schedule` takes: `{change.call: change.interval for change in ...}`."""
+        return tuple(self.engine.tuner.history)
 
     def metrics(self) -> dict[str, Any]:
         """Numbers of the last step; waits for the device. rho: share of squared gradient norm in deferred channels.
@@ -233,6 +253,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return {
             "call": engine.clock.call,
             "interval": engine.clock.interval,
+            "interval_changes": len(engine.tuner.history),
             "warming_up": engine.clock.warming,
             "host_bytes": sum(block.host_nbytes for block in engine.blocks) + engine.pool.nbytes,
             "device_bytes": sum(b.half.nbytes for b in engine.blocks) + sum(12 * p.numel() for p in engine.residents),

@@ -13,6 +13,7 @@ from stallfree.engine.ring import ring_bytes
 from stallfree.engine.slots import slot_bytes
 
 GIB = 1 << 30
+SPARE = 0.9  # of what is available, for room that is optional
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,19 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
     staging = 2 * ring_bytes([_copied_bytes(block) for block in blocks]) if on_gpu else 0
     resident = sum(item.param.numel() for item in residents)
     return Plan(state, slot_bytes(blocks, config), exchange, device + 12 * resident, staging)
+
+
+def with_room(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> ZenFlowConfig:
+    """Settings with a `max_update_interval` that host memory has room for, if it is left to be chosen.
+
+    The largest that leaves a tenth of what is available; if none does, the smallest, for `check_fits` to judge.
+    """
+    if not config.room_is_open:
+        return config
+    choices = [config.replace(max_update_interval=room) for room in config.rooms]
+    available = available_host_bytes()
+    fitting = (choice for choice in choices if plan(named, choice).host <= SPARE * available)
+    return next(fitting, choices[-1])
 
 
 def _copied_bytes(block: Block) -> int:

@@ -343,7 +343,7 @@ def test_a_mode_s_needs_are_the_planner_s():
     count = sum(param.numel() for param in model.parameters())
     assert fit.needs(parse_mode("floor"), model) == fit.Need(2 * count, 0, False)
     assert fit.needs(parse_mode("adamw"), model).device == 6 * count
-    mode = parse_mode("stallfree:moments_dtype=bfloat16")
+    mode = parse_mode("stallfree:moments_dtype=bfloat16,max_update_interval=8")  # else it depends on the machine
     plan = planner.plan(list(model.named_parameters()), mode.config.replace(channel_dim=channel_dims(model)))
     assert fit.needs(mode, model) == fit.Need(2 * count + plan.device_state + plan.device_staging, plan.host, False)
     assert fit.needs(parse_mode("deepspeed-zenflow"), model) == fit.Need(2 * count, 50 * count, True)

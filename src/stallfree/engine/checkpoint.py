@@ -56,6 +56,11 @@ class Checkpoint:
         """One of them, for what all say alike."""
         return next(iter(self.entries.values()))
 
+    @property
+    def room(self) -> int:
+        """`max_update_interval` of the run that saved."""
+        return int(self.first["config"]["max_update_interval"])
+
     def fits(self, engine: Engine) -> bool:
         """Whether the engine's groups and blocks are these."""
         return _form(self.residents, self.blocks) == _form(
@@ -71,9 +76,13 @@ def _form(residents: Iterable[Sequence[Resident]], blocks: Iterable[Block]) -> l
 
 
 def read(
-    engine: Engine, groups: Sequence[dict[str, Any]], named: Sequence[tuple[str, nn.Parameter]], state_dict: dict[str, Any]
+    engine: Engine,
+    groups: Sequence[dict[str, Any]],
+    named: Sequence[tuple[str, nn.Parameter]],
+    state_dict: dict[str, Any],
+    any_room: bool = False,
 ) -> Checkpoint:
-    """Pair state with parameters. named: all of the groups, in order.
+    """Pair state with parameters. named: all of the groups, in order. any_room: `max_update_interval` may differ.
 
     Raises:
         ValueError: the state is of another model or another configuration, or not whole.
@@ -83,7 +92,7 @@ def read(
     residents, weights = classify(held, engine.config)
     items: list[Resident | Weight] = [*residents, *weights]
     for item in items:
-        _check_entry(engine.config, item, entries[item.param])
+        _check_entry(engine.config, item, entries[item.param], any_room)
     first = entries[held[0][1]]
     for item in items:
         for key in ("config", "clock"):
@@ -144,7 +153,7 @@ def _require(item: Resident | Weight, part: Any, keys: Sequence[str], where: str
             raise ValueError(f"the state of {_label(item)} is not whole: {where}{key} is missing")
 
 
-def _check_entry(config: ZenFlowConfig, item: Resident | Weight, saved: Entry) -> None:
+def _check_entry(config: ZenFlowConfig, item: Resident | Weight, saved: Entry, any_room: bool) -> None:
     label = _label(item)
     if "version" not in saved:
         raise ValueError(f"the state of {label} was not saved by ZenFlowAdamW")
@@ -155,7 +164,7 @@ def _check_entry(config: ZenFlowConfig, item: Resident | Weight, saved: Entry) -
     _require(item, saved["clock"], ("call", "interval", "warm_up", "last_lr"), "clock.")
     for name in FIXED:
         ours, theirs = getattr(config, name), saved["config"][name]
-        if ours != theirs:
+        if ours != theirs and not (any_room and name == "max_update_interval"):
             raise ValueError(
                 f"the state_dict was saved with {name}={theirs!r}, this optimizer has {name}={ours!r}; use the same setting"
             )

@@ -29,6 +29,7 @@ from stallfree.engine.schedule import Clock, slots_needed
 from stallfree.engine.slots import SlotPool, slot_bytes
 from stallfree.engine.staging import Staging, label
 from stallfree.engine.transfer import link_to
+from stallfree.engine.tuner import IntervalTuner
 from stallfree.engine.uninterrupted import uninterrupted
 from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window, Written, written
 from stallfree.kernels import block_kernel
@@ -61,6 +62,7 @@ class Engine:
         self.link.wait_for_host = self.worker.wait
         self.pool = SlotPool(self.link.host_memory)
         self.clock = Clock.of(config)
+        self.tuner = IntervalTuner(config)
         self.meter = Meter(self.link)
         self.channels = Channels(self.device)
         self.staging = Staging(self)
@@ -172,6 +174,7 @@ class Engine:
         try:
             with self.link.device_guard():
                 self._update(hypers)
+                self.tuner.after_call(self)
         except BaseException as error:
             self.failed = error
             raise

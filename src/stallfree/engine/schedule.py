@@ -23,7 +23,8 @@ class Clock:
 
     @classmethod
     def of(cls, config: ZenFlowConfig) -> Clock:
-        return cls(config.initial_interval, None if config.full_warm_up_rounds == "auto" else config.full_warm_up_rounds)
+        interval = (config.interval_schedule or {}).get(0, config.initial_interval)
+        return cls(interval, None if config.full_warm_up_rounds == "auto" else config.full_warm_up_rounds)
 
     def tick(self, lr: float) -> None:
         """Begin the next call, whose largest learning rate is lr."""

@@ -49,6 +49,7 @@ def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
         "interval": engine.clock.interval,
         "warm_up": engine.clock.warm_up,
         "last_lr": engine.clock.last_lr,
+        "tuner": engine.tuner.state(),
     }
     config = {name: getattr(engine.config, name) for name in (*FIXED, "update_interval")}
     header = {"version": VERSION, "config": config, "clock": clock}
@@ -196,9 +197,11 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
     """Take over a state that fits."""
     clock = checkpoint.first["clock"]
     engine.clock.call = clock["call"]
-    if checkpoint.first["config"]["update_interval"] == engine.config.update_interval:  # otherwise the new setting holds
+    same = checkpoint.first["config"]["update_interval"] == engine.config.update_interval  # otherwise the new setting holds
+    if same:
         engine.clock.interval = clock["interval"]
     engine.clock.warm_up, engine.clock.last_lr = clock["warm_up"], clock["last_lr"]
+    engine.tuner.load(engine.clock, clock.get("tuner", {}), same)
     for param, resident in engine.residents.items():
         if clock["call"]:
             _load_resident(resident, checkpoint.entries[param])

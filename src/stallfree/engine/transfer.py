@@ -49,6 +49,12 @@ class Stalls:
         self._seconds[1:] = self._seconds[2], 0.0
         self._call += 1
 
+    def so_far(self) -> float:
+        """Seconds in all, as far as they are known without waiting."""
+        while self._pairs and self._pairs[0][2].query():
+            self._read_oldest()
+        return self._seconds[0]
+
     def read(self) -> tuple[float, float]:
         """Seconds in all, and in the last call. Waits for the device."""
         while self._pairs:

@@ -41,7 +41,7 @@ def needs(mode: Mode, model: nn.Module) -> Need:
         config = mode.config
         if config.channel_dim == "auto":
             config = config.replace(channel_dim=channel_dims(model))
-        plan = planner.plan(params, config)
+        plan = planner.plan(params, planner.with_room(params, config))
         return Need(weights + plan.device_state + plan.device_staging, plan.host, False)
     if mode.peer is not None:
         count = sum(param.numel() for _, param in params)

@@ -48,7 +48,7 @@ def write_report(
         "With the defaults that applied:",
         f"```yaml\n{yaml.safe_dump(_settings(settings, training, data), sort_keys=False)}```",
         f"The optimizer's configuration. What its `auto` came to: {_derived(training)}.",
-        f"```yaml\n{yaml.safe_dump(_optimizer_fields(settings), sort_keys=False)}```",
+        f"```yaml\n{yaml.safe_dump(_optimizer_fields(settings, training), sort_keys=False)}```",
     ]
     path = directory / REPORT_FILE
     path.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
@@ -160,10 +160,11 @@ def _settings(settings: FinetuneSettings, training: Training, data: Data) -> dic
     return {name: value for name, value in (settings.model_dump(mode="json") | decided).items() if value is not None}
 
 
-def _optimizer_fields(settings: FinetuneSettings) -> dict[str, Any]:
-    """Also those that the preset filled."""
+def _optimizer_fields(settings: FinetuneSettings, training: Training) -> dict[str, Any]:
+    """Also those that the preset filled, and the room that memory allowed."""
     config = settings.optimizer_config()
-    return {name: getattr(config, name) for name in FIELDS}
+    room = training.optimizer.config.max_update_interval
+    return {name: getattr(config, name) for name in FIELDS} | {"max_update_interval": room}
 
 
 def _derived(training: Training) -> str:

@@ -1,0 +1,188 @@
+"""Measures calls and host work, and lets `update_interval="auto"` follow them: the only place where timing influences a result.
+
+Every change is logged and recorded; `interval_schedule` repeats a record without measuring anything.
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from collections import deque
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from stallfree.engine.interval import Choice, HostCost, IntervalChange, UpdateBytes, UpdateTime, choose, staleness_limit
+
+if TYPE_CHECKING:
+    from stallfree.config import ZenFlowConfig
+    from stallfree.engine.pipeline import Engine
+    from stallfree.engine.schedule import Clock
+
+CALLS = 8  # that a measurement is made of
+APART = 64  # calls between two decisions at least
+CHANGED = 0.15  # by how much a time has to change to be decided upon again
+PAUSE = 3  # times the usual time of a call: something else went on in between, an evaluation, say
+
+logger = logging.getLogger("stallfree")
+
+
+class Mark(NamedTuple):
+    """What clocks and counters say after a call."""
+
+    seconds: float
+    stalled: float
+    busy: float
+    elements: int
+
+
+class Measured(NamedTuple):
+    """Seconds: of a call without stalls, of a call's stalls, and of a full host update."""
+
+    step: float
+    stall: float
+    update: UpdateTime
+
+
+class IntervalTuner:
+    """Sets the clock's S after a call. Looks at the device once per decision, never otherwise."""
+
+    def __init__(self, config: ZenFlowConfig) -> None:
+        self.config = config
+        self.schedule = dict(config.interval_schedule or {})
+        self.by_user = False  # somebody has called set_update_interval
+        self.history: list[IntervalChange] = []
+        self.now = time.perf_counter
+        self._marks: deque[Mark] = deque(maxlen=CALLS + 1)
+        self._from = 0  # the first call that may be measured
+        self._next = 0  # the first call that may decide again
+        self._basis: Measured | None = None  # of the last decision, if it changed nothing
+        self._noticed = False  # that times have changed, and are measured anew
+        self._earlier: UpdateTime | None = None  # of the S before
+        self._advised = False
+
+    @property
+    def deciding(self) -> bool:
+        return self.config.update_interval == "auto" and self.config.interval_schedule is None and not self.by_user
+
+    def after_call(self, engine: Engine) -> None:
+        clock = engine.clock
+        if clock.call in self.schedule:
+            self._change(clock, IntervalChange(clock.call, self.schedule[clock.call], clock.interval))
+        if not self.deciding or not engine.blocks:
+            return
+        if clock.warming:
+            self._measure_anew(clock, clock.interval)
+        if clock.call < self._from:
+            return
+        stats = engine.worker.queue.stats()
+        self._marks.append(Mark(self.now(), engine.link.stalls.so_far(), stats.busy_seconds, stats.elements))
+        if clock.call < self._next or (measured := self._measure(engine)) is None:
+            return
+        noticed, self._noticed = self._noticed, False
+        if self._basis is None or (noticed and self._differs(measured, self._basis)):
+            self._decide(engine, measured)
+        elif not noticed and self._differs(measured, self._basis):
+            self._noticed = True
+            self._marks.clear()  # of some calls from before
+
+    def set_by_user(self, clock: Clock, interval: int) -> None:
+        """From now on S is what the user says."""
+        if self.deciding:
+            logger.info('update_interval="auto" is off: S was set to %d', interval)
+        self.by_user = True
+        self._change(clock, IntervalChange(clock.call, interval, clock.interval))
+
+    def _measure_anew(self, clock: Clock, before: int) -> None:
+        """Once no window of another S is under way."""
+        self._marks.clear()
+        self._noticed = False
+        self._from = clock.call + max(before, clock.interval) + self.config.lag
+
+    def _measure(self, engine: Engine) -> Measured | None:
+        first, last = self._marks[0], self._marks[-1]
+        if len(self._marks) <= CALLS or last.elements == first.elements:
+            return None
+        calls = [(after.seconds - before.seconds, after.stalled - before.stalled) for before, after in pairwise(self._marks)]
+        usual = PAUSE * statistics.median(seconds for seconds, _ in calls)
+        step = statistics.median(max(0.0, seconds - stalled) for seconds, stalled in calls)
+        stall = statistics.fmean(stalled for seconds, stalled in calls if seconds <= usual)
+        rate = (last.busy - first.busy) / (last.elements - first.elements)  # of a gradient
+        elements = sum(block.block.deferred_numel for block in engine.blocks)
+        interval = engine.clock.interval
+        return Measured(step, stall, UpdateTime(interval, rate * interval * elements))
+
+    def _differs(self, measured: Measured, basis: Measured) -> bool:
+        """Whether it is worth a decision."""
+        return any(
+            abs(now - then) > CHANGED * then
+            for now, then in (
+                (measured.step, basis.step),
+                (measured.update.seconds, basis.update.seconds),
+                (measured.step + measured.stall, basis.step + basis.stall),
+            )
+        )
+
+    def _decide(self, engine: Engine, measured: Measured) -> None:
+        clock, config = engine.clock, self.config
+        rho, _ = engine.meter.rho()  # waits for the device
+        limit = staleness_limit(rho, config.staleness_budget, config.max_update_interval)
+        dtype = engine.blocks[0].block.dtype
+        moments = 4 if config.moments_dtype == "float32" else 2
+        traffic = UpdateBytes(state=2 * (4 + 2 * moments) + dtype.itemsize, slot=dtype.itemsize)
+        cost = HostCost.of(measured.update, traffic, self._earlier)
+        choice = choose(clock.interval, limit, measured.step, cost, measured.stall)
+        change = IntervalChange(
+            clock.call,
+            choice.interval,
+            clock.interval,
+            step_ms=measured.step * 1e3,
+            stall_ms=measured.stall * 1e3,
+            host_ms_before=cost.per_call(clock.interval) * 1e3,
+            host_ms=cost.per_call(choice.interval) * 1e3,
+            rho=rho,
+            limit=limit,
+        )
+        first = self._next == 0
+        self._next, self._basis = clock.call + APART, measured
+        if choice.interval != clock.interval:
+            self._earlier, self._basis = measured.update, None
+            self._change(clock, change)
+        elif first:
+            logger.info("%s", change.sentence())
+        if not choice.hides:
+            self._advise(choice, change)
+
+    def _change(self, clock: Clock, change: IntervalChange) -> None:
+        self.history.append(change)
+        clock.interval = change.interval
+        logger.info("%s", change.sentence())
+        self._measure_anew(clock, change.before)
+
+    def _advise(self, choice: Choice, change: IntervalChange) -> None:
+        if self._advised:
+            return
+        self._advised = True
+        ways = ["a larger batch", "a larger topk_ratio", "more host threads"]
+        if self.config.moments_dtype == "float32":
+            ways.insert(0, 'moments_dtype="bfloat16"')
+        if change.limit is not None and change.limit < self.config.max_update_interval:
+            ways.append("a larger staleness_budget")
+        logger.warning(
+            "no S up to %d hides the host's work: it needs %.3g ms per call at S=%d, and a call takes %.3g ms, with %.3g ms of "
+            "stalls at S=%d. What would help: %s",
+            change.limit, change.host_ms, choice.interval, change.step_ms, change.stall_ms, change.before, ", ".join(ways),
+        )  # fmt: skip
+
+    # Saving and loading
+
+    def state(self) -> dict[str, Any]:
+        return {"by_user": self.by_user, "history": [list(change) for change in self.history]}
+
+    def load(self, clock: Clock, saved: dict[str, Any], same: bool) -> None:
+        """Take over the record and, if the saved run's setting of S is this one's, what its user set."""
+        self.history = [IntervalChange(*change) for change in saved.get("history", ())]
+        if same:
+            self.by_user = saved.get("by_user", False)
+        self._next, self._basis, self._earlier = 0, None, None
+        self._measure_anew(clock, clock.interval)

@@ -1,0 +1,99 @@
+"""Decisions of update_interval="auto" as tables: numbers in, S out."""
+
+import pytest
+
+from stallfree.engine.interval import Choice, HostCost, IntervalChange, UpdateBytes, UpdateTime, choose, staleness_limit
+
+FP32, BF16 = UpdateBytes(state=26, slot=2), UpdateBytes(state=18, slot=2)  # bf16 weights; type of the moments
+H200 = UpdateTime(4, 1.39e9 * 0.235e-9)  # 1.39e9 deferred parameters, measured at S=4
+
+
+def by_bytes(now: UpdateTime, interval: int, traffic: UpdateBytes = FP32) -> UpdateTime:
+    """What that host would measure at another S if memory is its limit."""
+    ratio = (traffic.state + traffic.slot * interval) / (traffic.state + traffic.slot * now.interval)
+    return UpdateTime(interval, now.seconds * ratio)
+
+
+@pytest.mark.parametrize(
+    "traffic, per_call_ms", [(FP32, {1: 269, 2: 144, 3: 102, 4: 82, 8: 50}), (BF16, {2: 138, 4: 82, 8: 53})]
+)
+def test_one_measurement_is_scaled_by_bytes(traffic, per_call_ms):
+    cost = HostCost.of(H200, traffic)
+    assert {s: round(cost.per_call(s) * 1e3) for s in per_call_ms} == per_call_ms
+
+
+@pytest.mark.parametrize(
+    "earlier, now, state, slot",
+    [
+        ((2, 0.30), (4, 0.40), 0.20, 0.05),  # as measured
+        ((2, 0.20), (4, 0.40), 0.0, 0.1),  # arithmetic is the limit
+        ((2, 0.10), (4, 0.40), 0.0, 0.1),  # not more than that
+        ((2, 0.50), (4, 0.34), 0.26, 0.02),  # less than the bytes is noise
+        ((4, 0.50), (4, 0.34), 0.26, 0.02),  # the same S says nothing
+    ],
+)
+def test_two_measurements_say_what_a_slot_costs(earlier, now, state, slot):
+    cost = HostCost.of(UpdateTime(*now), FP32, UpdateTime(*earlier))
+    assert (cost.state, cost.slot) == (pytest.approx(state), pytest.approx(slot))
+
+
+@pytest.mark.parametrize(
+    "now, traffic, current, step_ms, stall_ms, interval, hides",
+    [
+        # One H200, 16 cores
+        (by_bytes(H200, 2), FP32, 2, 105, 39, 4, True),  # the first decision, at S=2
+        (by_bytes(H200, 2), FP32, 2, 200, 0, 2, True),
+        (H200, FP32, 4, 105, 0, 4, True),  # the next: what was expected holds
+        (H200, FP32, 4, 200, 0, 3, True),  # S=2 would fit, but not with a quarter to spare
+        (H200, FP32, 4, 400, 0, 1, True),
+        (H200, BF16, 4, 105, 0, 4, True),
+        (by_bytes(H200, 2), FP32, 2, 40, 104, 8, False),  # nothing hides it
+        # A small model and an idle host
+        (UpdateTime(2, 0.001), FP32, 2, 50, 0, 1, True),
+        # A slow host, at the edges
+        (UpdateTime(2, 0.300), FP32, 2, 100, 50, 4, True),
+        (UpdateTime(2, 0.300), FP32, 2, 70, 80, 7, True),
+        # It would fit, but calls stall all the same
+        (UpdateTime(2, 0.100), FP32, 2, 100, 10, 3, True),
+        (UpdateTime(8, 0.100), FP32, 8, 100, 10, 8, False),
+    ],
+)
+def test_the_smallest_interval_that_hides(now, traffic, current, step_ms, stall_ms, interval, hides):
+    cost = HostCost.of(now, traffic)
+    assert choose(current, 8, step_ms / 1e3, cost, stall_ms / 1e3) == Choice(interval, hides)
+
+
+def test_no_interval_above_the_limit():
+    cost = HostCost.of(by_bytes(H200, 2), FP32)
+    assert choose(2, 3, 0.105, cost) == Choice(3, hides=False)
+    assert choose(8, 3, 1.0, cost) == Choice(1, hides=True)
+    assert choose(2, 1, 0.105, cost) == Choice(1, hides=False)
+
+
+@pytest.mark.parametrize("noise", [0.9, 0.95, 1.05, 1.1])
+@pytest.mark.parametrize("step_ms", range(40, 400, 7))
+def test_a_tenth_of_noise_does_not_bring_an_interval_back(step_ms, noise):
+    """What was chosen at one measurement is not given up for a smaller S at the next."""
+    chosen = choose(2, 8, step_ms / 1e3, HostCost.of(by_bytes(H200, 2), FP32)).interval
+    again = UpdateTime(chosen, by_bytes(H200, chosen).seconds * noise)
+    if chosen > 2:
+        assert choose(chosen, 8, step_ms / 1e3, HostCost.of(again, FP32)).interval >= chosen
+
+
+@pytest.mark.parametrize(
+    "rho, budget, limit", [(None, 1.0, 8), (0.0, 1.0, 8), (0.15, 1.0, 8), (0.25, 1.0, 7), (0.4, 1.0, 4), (0.72, 1.0, 1),
+                           (1.0, 1.0, 1), (1.0, 0.1, 1), (0.4, 0.5, 1), (0.2, 0.5, 4), (0.72, 3.0, 7)],
+)  # fmt: skip
+def test_the_staleness_budget_bounds_the_mean_delay(rho, budget, limit):
+    assert staleness_limit(rho, budget, 8) == limit
+    if rho and limit > 1:
+        assert rho * (limit + 1) / 2 <= budget + 1e-9
+
+
+def test_a_change_reads_as_a_sentence():
+    change = IntervalChange(24, 4, 2, step_ms=52, stall_ms=9, host_ms_before=61, host_ms=38.2, rho=0.4, limit=4)
+    assert change.sentence() == (
+        "S 2 -> 4 at call 24: the host needs 61 ms per call at S=2 and a call takes 52 ms and 9 ms of stalls; "
+        "at S=4 it needs 38 ms; max_update_interval and rho 0.40 allow no larger S"
+    )
+    assert IntervalChange(7, 3, 2).sentence() == "S 2 -> 3 at call 7: as given"
