@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -13,6 +14,7 @@ from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import STATE, Weight
 from stallfree.engine.device import adopt_weights
 from stallfree.engine.memory import host_memory
+from stallfree.engine.pace import Mark, Pace
 from stallfree.engine.streams import Point, Timeline
 from stallfree.kernels import host_kernel, host_queue
 from stallfree.kernels.device import Hyper
@@ -95,6 +97,7 @@ class HostWorker:
         self.timeline = timeline
         self.kernel = host_kernel(config.host_kernel, threads, cores)
         self.queue = host_queue(self.kernel, timeline.memory, config.overlap_step)
+        self.pace = Pace(threads)
 
     def submit(self, works: Sequence[WindowWork]) -> list[Point]:
         """Do some windows, one after the other. Returns when each is done."""
@@ -102,6 +105,13 @@ class HostWorker:
         if points:
             self.timeline.value = points[-1].value
         return points
+
+    def keep_pace(self, stalled: float, held: bool) -> None:
+        """After a call: work with as many threads as keep up, or with all of them if `held`. stalled: seconds so far."""
+        threads = self.pace.threads
+        mark = Mark(time.perf_counter(), self.queue.stats().busy_seconds, stalled)
+        if self.pace.after_call(mark, held) != threads:
+            self.kernel.limit(self.pace.threads)
 
     def wait(self, point: Point) -> None:
         """Raises `HostError` if the work or an earlier one failed."""

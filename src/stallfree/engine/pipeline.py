@@ -175,6 +175,7 @@ class Engine:
             with self.link.device_guard():
                 self._update(hypers)
                 self.tuner.after_call(self)
+            self.worker.keep_pace(self.link.stalls.so_far(), held=self.clock.warming or self.tuner.measures)
         except BaseException as error:
             self.failed = error
             raise

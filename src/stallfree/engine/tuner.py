@@ -65,6 +65,11 @@ class IntervalTuner:
     def deciding(self) -> bool:
         return self.config.update_interval == "auto" and self.config.interval_schedule is None and not self.by_user
 
+    @property
+    def measures(self) -> bool:
+        """Whether a decision is near, for which the host has to show how fast it can be."""
+        return self.deciding and (self._basis is None or self._noticed)
+
     def after_call(self, engine: Engine) -> None:
         clock = engine.clock
         if clock.call in self.schedule:
@@ -82,7 +87,9 @@ class IntervalTuner:
         noticed, self._noticed = self._noticed, False
         if self._basis is None or (noticed and self._differs(measured, self._basis)):
             self._decide(engine, measured)
-        elif not noticed and self._differs(measured, self._basis):
+        elif noticed:
+            self._next = clock.call + APART
+        elif self._differs(measured, self._basis, paced=engine.worker.pace.threads < engine.worker.pace.most):
             self._noticed = True
             self._marks.clear()  # of some calls from before
 
@@ -112,16 +119,12 @@ class IntervalTuner:
         interval = engine.clock.interval
         return Measured(step, stall, UpdateTime(interval, rate * interval * elements))
 
-    def _differs(self, measured: Measured, basis: Measured) -> bool:
-        """Whether it is worth a decision."""
-        return any(
-            abs(now - then) > CHANGED * then
-            for now, then in (
-                (measured.step, basis.step),
-                (measured.update.seconds, basis.update.seconds),
-                (measured.step + measured.stall, basis.step + basis.stall),
-            )
-        )
+    def _differs(self, measured: Measured, basis: Measured, paced: bool = False) -> bool:
+        """Whether it is worth a decision. paced: the host is slow because it may be."""
+        pairs = [(measured.step, basis.step), (measured.step + measured.stall, basis.step + basis.stall)]
+        if not paced:
+            pairs.append((measured.update.seconds, basis.update.seconds))
+        return any(abs(now - then) > CHANGED * then for now, then in pairs)
 
     def _decide(self, engine: Engine, measured: Measured) -> None:
         clock, config = engine.clock, self.config

@@ -53,6 +53,9 @@ class HostKernel(Protocol):
 
     def replay(self, job: ReplayJob) -> None: ...
 
+    def limit(self, threads: int) -> None:
+        """From the next job on, let at most so many of its threads work."""
+
     def close(self) -> None:
         """End the kernel's threads. Idempotent."""
 
@@ -96,8 +99,11 @@ class TorchReplay:
         if job.out is not None:
             job.out.copy_(published)
 
+    def limit(self, threads: int) -> None:
+        """Torch's own threads do the work, and training's as well."""
+
     def close(self) -> None:
-        """Nothing to end: torch's own threads do the work."""
+        """Nothing to end."""
 
 
 def check_job(job: ReplayJob) -> None:

@@ -1,0 +1,76 @@
+"""The number of host threads follows the host's load, and nothing else does."""
+
+import pytest
+import torch
+
+from stallfree import ZenFlowAdamW
+from stallfree.engine.pace import AIM, CALLS, MOST, Mark, Pace
+
+
+class Machine:
+    """A host whose work takes so long on one thread, up to a number of threads that saturate its memory; calls take `step`."""
+
+    def __init__(self, work: float, step: float, saturates: int, most: int = 14) -> None:
+        self.work, self.step, self.saturates = work, step, saturates
+        self.pace, self.now, self.busy, self.stalled = Pace(most), 0.0, 0.0, 0.0
+
+    def run(self, calls: int, held: bool = False) -> list[int]:
+        threads = []
+        for _ in range(calls):
+            took = self.work / min(self.pace.threads, self.saturates)
+            self.now += max(took, self.step)
+            self.busy += took
+            self.stalled += max(0.0, took - self.step)
+            threads.append(self.pace.after_call(Mark(self.now, self.busy, self.stalled), held))
+        return threads
+
+    @property
+    def load(self) -> float:
+        return self.work / min(self.pace.threads, self.saturates) / self.step
+
+
+@pytest.mark.parametrize("work", [0.2, 0.3, 0.5])
+def test_an_idle_host_gives_threads_away_until_it_is_busy_enough(work):
+    machine = Machine(work, step=0.1, saturates=9)
+    machine.run(20 * CALLS)
+    assert machine.pace.threads < 14
+    assert machine.load <= MOST
+    fewer = work / (machine.pace.threads - 1) / 0.1
+    assert fewer > AIM, "one thread less would do"
+    assert len(set(machine.run(10 * CALLS))) == 1, "it settles"
+    assert machine.stalled == 0
+
+
+def test_a_host_that_cannot_keep_up_has_all_threads():
+    machine = Machine(1.2, step=0.1, saturates=9)
+    assert set(machine.run(10 * CALLS)) == {14}
+
+
+def test_shorter_calls_get_the_threads_back():
+    machine = Machine(0.3, step=0.1, saturates=9)
+    machine.run(20 * CALLS)
+    few = machine.pace.threads
+    machine.step = 0.05
+    machine.run(20 * CALLS)
+    assert few < machine.pace.threads < 14
+    assert machine.load <= 1
+
+
+def test_held_it_has_all_threads():
+    machine = Machine(0.3, step=0.1, saturates=9)
+    machine.run(20 * CALLS)
+    assert set(machine.run(3, held=True)) == {14}
+
+
+def test_an_optimizer_limits_its_kernel_after_the_warm_up():
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    optimizer = ZenFlowAdamW([weight], update_interval=2, full_warm_up_rounds=2, min_numel=0, host_threads=4)
+    worker, limits = optimizer.engine.worker, []
+    limit, worker.kernel.limit = worker.kernel.limit, lambda threads: (limits.append(threads), limit(threads))
+    optimizer.engine.delay = lambda where: 2e-3 if where == "copy" else 0.0  # calls are long, and the host has little to do
+    for _ in range(4 * CALLS):
+        weight.grad = torch.randn(64, 64)
+        optimizer.step()
+    assert limits
+    assert limits[-1] < 4
+    optimizer.close()
