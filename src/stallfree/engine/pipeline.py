@@ -360,7 +360,7 @@ class Engine:
                     return
         for block, window in self._coming:
             exchange = block.exchange
-            if window.hands_over and exchange is not None and exchange.arrival is None:
+            if exchange is not None and exchange.arrival is None and window.hands_over and block.half.handover is not None:
                 exchange.arrival = self.link.begin_up(exchange.state, window.work)
                 if exchange.arrival is None:
                     return
