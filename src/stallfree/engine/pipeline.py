@@ -177,6 +177,7 @@ class Engine:
             raise
 
     def _update(self, hypers: Hypers) -> None:
+        self.link.follow()
         dense = [[resident.param.grad for resident in group.residents] for group in self.groups]
         skip, factors, record = self._judge([grad for grads in dense for grad in grads if grad is not None])
         self._show_coming()
@@ -287,6 +288,8 @@ class Engine:
         calls, block.open = [collected for collected in block.open if collected.slot is not None] or block.open[:1], []
         if calls[0].slot is None:  # no gradient in the whole window; its masters are published all the same
             memory = block.take_slot()
+            assert block.filling is not None
+            self.link.hold_gates(block.filling.after)  # the host is the first to write it
             calls = [CollectedCall(calls[0].call, calls[0].record, calls[0].hypers, block.filling, memory)]
             block.filling = None
         window = Window(calls, due, self.config.lookahead_at(block.schedule.interval), block.half.installed)

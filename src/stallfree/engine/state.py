@@ -153,7 +153,8 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
         engine.see(param)
     for block in engine.blocks:
         _load_block(engine, block, [checkpoint.entries[param] for param in block.params])
-    engine.await_windows()
+    with engine.link.device_guard():
+        engine.await_windows()
 
 
 def _load_resident(resident: ResidentState, saved: Entry) -> None:
@@ -168,6 +169,7 @@ def _load_resident(resident: ResidentState, saved: Entry) -> None:
 
 def _load_block(engine: Engine, block: BlockState, entries: list[Entry]) -> None:
     block.expect()
+    block.regular = False  # nothing is known of the last call
     block.schedule = BlockSchedule(entries[0]["phase"], **entries[0].get("schedule", {}))
     if "schedule" not in entries[0]:
         block.reset()
