@@ -121,6 +121,11 @@ class SlotPool:
         for slot in slots:
             self._room.give(slot.start, slot.size, after)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is in here."""
+        chunks = [torch.frombuffer(chunk, dtype=torch.uint8) for _, chunk in self._chunks]
+        return any(chunk.data_ptr() <= tensor.data_ptr() < chunk.data_ptr() + chunk.nbytes for chunk in chunks)
+
     @property
     def nbytes(self) -> int:
         return self._room.size

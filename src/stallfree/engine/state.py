@@ -151,10 +151,23 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
     for param, resident in engine.residents.items():
         _load_resident(resident, checkpoint.entries[param])
         engine.see(param)
+    entries = {param: _apart(engine, checkpoint.entries[param]) for param in engine.weights}
     for block in engine.blocks:
-        _load_block(engine, block, [checkpoint.entries[param] for param in block.params])
+        _load_block(engine, block, [entries[param] for param in block.params])
     with engine.link.device_guard():
         engine.await_windows()
+
+
+def _apart(engine: Engine, entry: Entry) -> Entry:
+    """An entry, without memory of the slots that loading fills: it may be this optimizer's own."""
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) and engine.pool.holds(value) else value
+
+    in_flight = {name: entry[name] for name in ("slots", "windows") if name in entry}
+    return entry | {
+        name: [{key: copied(value) for key, value in part.items()} for part in parts] for name, parts in in_flight.items()
+    }
 
 
 def _load_resident(resident: ResidentState, saved: Entry) -> None:
