@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from streams import use
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training import inputs
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.engine import ring
@@ -100,18 +100,40 @@ class Branches(nn.Module):
         return torch.stack(found).sum(0)
 
 
+class Thin(nn.Module):
+    """Three weights of a shape."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(torch.randn(shape)) for _ in range(3))
+
+
+@cache  # on the device, so that nobody waits for a copy
+def data(t: int, device: torch.device, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(t)).to(device)
+
+
+def batch(model: nn.Module, t: int) -> Tensor:
+    return data(t, next(model.parameters()).device, 8, WIDTH)
+
+
+def gradients(model: nn.Module, t: int) -> list[Tensor]:
+    """Of `linear`."""
+    return [data(100 * t + place, p.device, *p.shape) for place, p in enumerate(model.parameters())]
+
+
 def squares(model: nn.Module, t: int) -> Tensor:
-    return (model(inputs(t, 8, WIDTH, like=model)) - 1).pow(2).mean()
+    return (model(batch(model, t)) - 1).pow(2).mean()
 
 
-def linear(params: list[nn.Parameter], t: int) -> Tensor:
+def linear(model: nn.Module, t: int) -> Tensor:
     """A loss whose gradients do not depend on the weights."""
-    generator = torch.Generator().manual_seed(t)
-    return sum((p * torch.randn(p.shape, generator=generator).to(p)).sum() for p in params)
+    return sum((p * g).sum() for p, g in zip(model.parameters(), gradients(model, t), strict=True))
 
 
 def weights(model: nn.Module) -> Weights:
-    return [p.detach().cpu().clone() for p in model.parameters()]
+    """As they are on the device at this point: nobody waits."""
+    return [p.detach().clone() for p in model.parameters()]
 
 
 def build(make: Callable[[], nn.Module], device: torch.device, **settings: Any) -> tuple[nn.Module, ZenFlowAdamW]:

@@ -6,17 +6,36 @@ See tests/stress.py. Whatever happens, results are those of a quiet run, bit for
 import random
 import threading
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
+import sanitize
 import torch
 import torch.nn.functional as F
-from histories import Call, History, assert_identical, assert_rounds_to, run, synchronous, tolerance
-from stress import CALLS, PLACES, SETTINGS, WIDTH, Branches, Deep, Late, build, device_of, late, squares, trained, weights
+from histories import assert_identical
+from stress import (
+    CALLS,
+    PLACES,
+    WIDTH,
+    Branches,
+    Deep,
+    Late,
+    Thin,
+    batch,
+    build,
+    device_of,
+    gradients,
+    late,
+    linear,
+    squares,
+    trained,
+    weights,
+)
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from training import PRESETS, inputs, train
+from training import LR, PRESETS, Mirror, train
 
-from stallfree import ZenFlowAdamW, ZenFlowConfig
+from stallfree import ZenFlowAdamW
 from stallfree.engine.streams import Timeline
 
 NO_SELECTION = dict(topk_ratio=0.0, full_warm_up_rounds=1)
@@ -40,17 +59,19 @@ def device(place, monkeypatch):
 def test_thin_layers(place, device, channel_dim, transposed):
     """131072 channels of 32 elements, or the other way round: where a missing wait shows (torchao's trick)."""
     shape = (32, 131072 if place == "cuda" else 256)
-    config = ZenFlowConfig(**SETTINGS | dict(channel_dim=channel_dim, block_numel=1 << 23))
-    shapes = (shape[::-1] if transposed else shape,) * 3
-    history = History(shapes=shapes, calls=(Call(), Call(scale=0.1)) * 4, config=config)
-    quiet = run(history, device)
+    make = partial(Thin, *(shape[::-1] if transposed else shape))
+    how = dict(calls=8, loss=lambda model, t: linear(model, t % 3), channel_dim=channel_dim, block_numel=1 << 23)
+    quiet = trained(make, device, **how)
     for seed in range(2):
-        loud = run(
-            history, device, lambda player, seed=seed: setattr(player.optimizer.engine, "delay", Late(player.optimizer, seed))
-        )
-        assert_identical(loud, quiet)
-    expected = synchronous(history)[-1]
-    assert_rounds_to(quiet[-1], expected, [tolerance(history, e, len(history.calls)) for e in expected])
+        assert_identical(trained(make, device, prepare=late(seed), **how), quiet)
+    torch.manual_seed(0)
+    model = make().to(device)
+    adamw = Mirror([dict(torch.optim.AdamW([nn.Parameter()]).defaults, lr=LR, params=list(model.parameters()))])
+    for t in range(8):
+        adamw.step(gradients(model, t % 3))
+    for p, ours in zip(model.parameters(), quiet[-1], strict=True):
+        p.detach().copy_(ours)
+    adamw.compare("flushed", 8)
 
 
 @pytest.mark.parametrize(
@@ -125,6 +146,12 @@ def test_the_host_writes_a_slot_only_when_its_last_reader_is_done(monkeypatch):
     optimizer.close()
 
 
+def test_the_program_for_compute_sanitizer(place, device):
+    if place == "streams":
+        pytest.skip("kernels are the CPU's")
+    sanitize.main(device)
+
+
 # Order
 
 
@@ -146,7 +173,7 @@ def test_checkpointing_changes_no_bit(device, reentrant):
 
 def from_leaf(model: nn.Module, t: int) -> torch.Tensor:
     """Reentrant checkpointing wants an input with a gradient."""
-    return (model(inputs(t, 8, WIDTH, like=model).requires_grad_()) - 1).pow(2).mean()
+    return (model(batch(model, t).clone().requires_grad_()) - 1).pow(2).mean()
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["layer by layer", "whole"])
@@ -223,8 +250,9 @@ def test_two_optimizers_in_two_threads(device):
         thread.start()
     for thread in threads:
         thread.join()
+    synchronize(device)
     assert not errors
-    assert_identical([seen[2], seen[3]], [run[-1] for run in alone])
+    assert_identical([seen[2], seen[3]], [each[-1] for each in alone])
 
 
 def test_a_fresh_thread_may_load_flush_save_and_close(device):

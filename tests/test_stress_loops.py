@@ -9,9 +9,26 @@ from collections.abc import Callable
 import pytest
 import torch
 from histories import assert_identical
-from stress import CALLS, PLACES, WIDTH, Branches, Deep, Late, build, device_of, late, linear, squares, trained, weights
+from stress import (
+    CALLS,
+    PLACES,
+    WIDTH,
+    Branches,
+    Deep,
+    Late,
+    batch,
+    build,
+    data,
+    device_of,
+    gradients,
+    late,
+    linear,
+    squares,
+    trained,
+    weights,
+)
 from torch import Tensor, nn
-from training import LR, Mirror, inputs
+from training import LR, Mirror
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.engine.transfer import Link
@@ -37,21 +54,19 @@ class Loop:
 
     def __init__(self, device: torch.device, **settings) -> None:
         self.model, self.optimizer = build(Branches, device, **settings)
-        self.params = list(self.model.parameters())
         self.mirror, self.t = Mirror(self.optimizer.param_groups), 0
-        self.grads: list[Tensor | None] = [None] * len(self.params)
+        self.grads: list[Tensor | None] = [None] * len(self.model.branches)
 
     def backward(self) -> None:
         """One more micro-batch."""
-        linear(self.params, self.t).backward()
-        generator = torch.Generator().manual_seed(self.t)
-        drawn = [torch.randn(p.shape, generator=generator).to(p) for p in self.params]
+        linear(self.model, self.t).backward()
+        drawn = gradients(self.model, self.t)
         self.grads = [g if old is None else old + g for old, g in zip(self.grads, drawn, strict=True)]
         self.t += 1
 
     def discard(self) -> None:
         self.optimizer.zero_grad()
-        self.grads = [None] * len(self.params)
+        self.grads = [None] * len(self.model.branches)
 
     def step(self) -> None:
         self.mirror.step(self.grads)
@@ -194,12 +209,12 @@ def test_weights_that_backward_still_reads_are_not_published(device):
         if delayed:
             optimizer.engine.delay = Late(optimizer, 2)
         for t in range(CALLS):
-            x = inputs(t, 4, WIDTH, like=nn.ParameterList([first])).requires_grad_()
+            x = data(t, device, 4, WIDTH).clone().requires_grad_()
             with torch.no_grad():
                 for p, shown in zip(mirrored, (first, second), strict=True):
                     p.copy_(shown)
             for a, b in ((first, second), mirrored):
-                (torch.tanh((x @ a) if t % 2 else x) @ b).pow(2).sum().backward()
+                (torch.tanh(x if t % 2 else x @ a) @ b).pow(2).sum().backward()
             for p, shown in zip((first, second), mirrored, strict=True):
                 assert (p.grad is None) == (shown.grad is None)
                 if p.grad is not None:
@@ -217,7 +232,7 @@ def test_a_graph_that_outlives_its_first_backward(device):
     """Two losses of one forward, the first one's gradients discarded, as in adversarial training: weights stay until step()."""
     model, optimizer = build(Deep, device, full_warm_up_rounds=1)
     for t in range(CALLS):
-        out = model(inputs(t, 8, WIDTH, like=model))
+        out = model(batch(model, t))
         before = weights(model)
         out.pow(2).mean().backward(retain_graph=True)
         assert_identical([weights(model)], [before])
@@ -356,7 +371,7 @@ def test_nothing_grows(place, device):
 
     def train(calls: int) -> None:
         for t in range(calls):
-            squares(model, t).backward()
+            squares(model, t % 8).backward()
             optimizer.step()
             optimizer.zero_grad()
 
