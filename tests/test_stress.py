@@ -152,6 +152,27 @@ def test_the_program_for_compute_sanitizer(place, device):
     sanitize.main(device)
 
 
+def test_a_block_is_staged_after_every_stream_that_computed_for_it(monkeypatch):
+    """Two weights whose gradients come on two streams: the second waits for the first, and keeps its gradient's memory."""
+    device_of("streams", monkeypatch)
+    params = [nn.Parameter(torch.ones(4, 6)) for _ in range(2)]
+    optimizer = ZenFlowAdamW(params, lr=1e-2, topk_ratio=0.0, full_warm_up_rounds=0, min_numel=0)
+    streams, now, waits, held = optimizer.engine.link.streams, [0], [], []
+
+    def another_stream(place: str) -> float:
+        now[0] += place == "hook"
+        return 0.0
+
+    optimizer.engine.delay = another_stream
+    monkeypatch.setattr(streams, "current_handle", lambda: now[0])
+    monkeypatch.setattr(streams, "wait", lambda stream, event: waits.append(now[0]))
+    monkeypatch.setattr(streams, "hold", lambda tensor, stream: held.append(tensor.shape), raising=False)
+    sum(p.sum() for p in params).backward()
+    assert (waits, held) == ([2], [p.shape for p in params])
+    optimizer.step()
+    optimizer.close()
+
+
 # Order
 
 
