@@ -110,11 +110,11 @@ class Streams:
         return torch.cuda.current_stream(self.device)
 
     def current_handle(self) -> int:
-        """Of the current stream, in a tenth of the time that the stream itself takes."""
+        """Of the current stream: quicker than the stream itself, and asked for in every hook."""
         return int(torch._C._cuda_getCurrentRawStream(self.device.index))
 
     def hold(self, tensor: Tensor, stream: Stream) -> None:
-        """Let the allocator give a tensor's memory away only when a stream has done what is enqueued on it now."""
+        """Let a tensor's memory, once it is freed, be given away only when a stream has done what it was told until then."""
         tensor.record_stream(stream)
 
     def record(self, stream: Stream) -> Event:
