@@ -173,7 +173,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self.engine.check_joining(
             [(name, param) for name, param in named if param in loaded.entries and id(param) not in managed]
         )
-        state.abandon(self.engine, loaded)
+        state.abandon(self.engine)
         try:
             if config is not self.config or not loaded.fits(self.engine):
                 self.config = config

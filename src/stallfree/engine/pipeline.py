@@ -181,6 +181,7 @@ class Engine:
             raise
 
     def _update(self, hypers: Hypers) -> None:
+        self.link.follow()
         present = [group.gather() for group in self.groups]
         skip, factors, record = self._judge([norm for group in self.groups for norm in group.norms()])
         self._show_coming()
@@ -290,6 +291,8 @@ class Engine:
         calls, block.open = [collected for collected in block.open if collected.slot is not None] or block.open[:1], []
         if calls[0].slot is None:  # no gradient in the whole window; its masters are published all the same
             memory = block.take_slot()
+            assert block.filling is not None
+            self.link.hold_gates(block.filling.after)  # the host is the first to write it
             calls = [CollectedCall(calls[0].call, calls[0].record, calls[0].hypers, block.filling, memory)]
             block.filling = None
         window = Window(calls, due, self.config.lookahead_at(block.schedule.interval), block.half.installed)
@@ -363,7 +366,7 @@ class Engine:
                     return
         for block, window in self._coming:
             exchange = block.exchange
-            if window.hands_over and exchange is not None and exchange.arrival is None:
+            if exchange is not None and exchange.arrival is None and window.hands_over and block.half.handover is not None:
                 exchange.arrival = self.link.begin_up(exchange.state, window.work)
                 if exchange.arrival is None:
                     return

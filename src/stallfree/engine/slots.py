@@ -121,12 +121,10 @@ class SlotPool:
         for slot in slots:
             self._room.give(slot.start, slot.size, after)
 
-    def holds(self, value: object) -> bool:
-        """Whether something is a tensor in the pool's memory."""
-        if not isinstance(value, Tensor) or value.device.type != "cpu":
-            return False
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is in here."""
         begins = ((torch.frombuffer(chunk, dtype=torch.uint8).data_ptr(), len(chunk)) for _, chunk in self._chunks)
-        return any(begin <= value.data_ptr() < begin + size for begin, size in begins)
+        return any(begin <= tensor.data_ptr() < begin + size for begin, size in begins)
 
     @property
     def nbytes(self) -> int:

@@ -131,6 +131,8 @@ class BlockState:
         self.work: Point | None = None  # the last that the host was given; it works in order
         self.early: Early | None = None
         self.missing = len(self.weights)  # weights whose gradients are expected and not ready
+        self.surprised = False  # in the call under way, more or fewer gradients have come than were expected
+        self.regular = False  # nothing of that kind happened in the last call
 
     @property
     def phase(self) -> int:
@@ -182,6 +184,11 @@ class BlockState:
             assert self.exchange is not None
             self.exchange.receive_now()
 
+    @property
+    def finished(self) -> bool:
+        """Whether this backward pass has no more use for the weights: as far as can be known, from a call without surprises."""
+        return self.regular and not self.surprised and all(state.staged is not None for state in self.weights)
+
     def due(self, call: int) -> list[Window]:
         """What is published in a call, in order: a window that is due takes earlier ones with it."""
         last = max((place for place, window in enumerate(self.queue) if window.due <= call), default=-1)
@@ -210,6 +217,7 @@ class BlockState:
         for state in self.weights:
             state.ready = False
         self.missing = sum(state.expected for state in self.weights)
+        self.regular, self.surprised = not self.surprised, False
 
 
 @dataclass(slots=True)
