@@ -17,6 +17,7 @@ from torch import Tensor
 
 Stream = Any  # torch.cuda.Stream, or what a stand-in for tests uses
 
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 RELEASED = 1 << 30  # how far a count jumps when nobody shall wait any more
 _HALF, _MASK = 1 << 31, (1 << 32) - 1
 
@@ -182,6 +183,9 @@ def _functions() -> dict[str, Any]:
 def _call(name: str, *arguments: Any) -> None:
     functions = _functions()
     status = functions[name](*arguments)
+    if status == NO_CONTEXT:  # a thread that has not used the device yet
+        torch.cuda.mem_get_info()
+        status = functions[name](*arguments)
     if status:
         text = ctypes.c_char_p()
         functions["cuGetErrorString"](status, ctypes.byref(text))
