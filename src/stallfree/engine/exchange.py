@@ -54,16 +54,9 @@ class Exchange:
         self._take_over(self.link.send(self.state))
 
     def _take_over(self, state: Tensor) -> None:
-        half, layout = self.half, self.half.chosen
+        half = self.half
         assert half.handover is not None
-        *flats, steps = half.parts(state)
-        *mine, my_steps = half.parts(half.memory)
-        for place, moved in enumerate(half.handover.moved):
-            for new, old in zip(flats, mine, strict=True):
-                rows = layout.selected_rows(old, place)
-                torch.where(moved.unsqueeze(1), layout.selected_rows(new, place), rows, out=rows)
-            counts = layout.places_of(my_steps, place)
-            torch.where(moved, layout.places_of(steps, place), counts, out=counts)
+        half.memory.copy_(state)  # whoever stays comes back as it went: no step came in between
         half.follow(half.handover.division)
 
     @property
