@@ -22,19 +22,17 @@ class Plan:
 
     host_state: int
     host_slots: int
-    host_exchange: int
     device_state: int
     device_staging: int
 
     @property
     def host(self) -> int:
-        return self.host_state + self.host_slots + self.host_exchange
+        return self.host_state + self.host_slots
 
     def table(self) -> str:
         rows = [
             ("host memory: master, exp_avg, exp_avg_sq", self.host_state),
-            ("host memory: slots for gradients in flight", self.host_slots),
-            ("host memory: channels that change hands", self.host_exchange),
+            ("host memory: gradients and channels in flight", self.host_slots),
             ("host memory in all", self.host),
             ("device memory: state of selected channels and residents", self.device_state),
             ("device memory: copies under way", self.device_staging),
@@ -47,18 +45,16 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
     residents, weights = classify(named, config)
     moment = 4 if config.moments_dtype == "float32" else 2
     blocks = build_blocks(weights, config)
-    state = exchange = device = 0
+    state = device = 0
     for weight in weights:
         size = weight.param.numel()
         state += size * (4 + 2 * moment) + 4 * weight.channels
         selected = weight.selected_count * (12 * weight.length + 4)
-        if weight.selected_count:
-            exchange += selected + 4 * (weight.selected_count + weight.channels)
         device += selected + weight.selected_count * weight.length * weight.param.element_size() + 8 * weight.channels
     on_gpu = any(weight.param.device.type == "cuda" for weight in weights)
     staging = 2 * ring_bytes([_copied_bytes(block) for block in blocks]) if on_gpu else 0
-    resident = sum(item.param.numel() for item in residents)
-    return Plan(state, slot_bytes(blocks, config), exchange, device + 12 * resident, staging)
+    resident = sum(item.param.numel() * (12 + item.param.element_size()) for item in residents)
+    return Plan(state, slot_bytes(blocks, config), device + resident, staging)
 
 
 def with_room(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> ZenFlowConfig:
@@ -76,8 +72,7 @@ def with_room(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) 
 
 def _copied_bytes(block: Block) -> int:
     """The largest copy that a block makes: of its gradients, or of the state of its selected channels."""
-    selected = sum(weight.selected_count * (12 * weight.length + 4) for weight in block.weights)
-    return max(block.numel * block.dtype.itemsize, selected)
+    return max(block.numel * block.dtype.itemsize, 4 * block.state_numel)
 
 
 def available_host_bytes() -> int:

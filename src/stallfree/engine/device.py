@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from stallfree.engine import selection
-from stallfree.engine.blocks import Block
+from stallfree.engine.blocks import Block, aligned
 from stallfree.engine.channels import Channels
 from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, Targets, targets
-
-ALIGNMENT = 64  # elements
 
 Layouts = dict[tuple[Segment, ...], BlockLayout]
 
@@ -55,8 +53,8 @@ class SelectedState:
         self.chosen = self._layout([weight.selected_count for weight in block.weights], layouts)
         for layout in {self.nobody, self.chosen}:
             kernel.warm_up(layout, block.dtype)
-        self._stride = -(-self.chosen.selected_numel // ALIGNMENT) * ALIGNMENT
-        self.memory = torch.zeros(3 * self._stride + self.chosen.places, dtype=torch.float32, device=self.device)
+        self._stride = aligned(self.chosen.selected_numel)
+        self.memory = torch.zeros(block.state_numel, dtype=torch.float32, device=self.device)
         self.master, self.exp_avg, self.exp_avg_sq, self.steps = self.parts(self.memory)
         numbers = 2 * self.chosen.places + self.chosen.deferred_channels if self.chosen.places else 0
         self.numbers = torch.empty(numbers, dtype=torch.int32, device=self.device)  # of a hand-over, on their way down

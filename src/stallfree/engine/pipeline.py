@@ -36,7 +36,7 @@ from stallfree.kernels import block_kernel
 from stallfree.kernels.block import Update
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import ReplayJob
-from stallfree.kernels.windows import Call, WindowWork
+from stallfree.kernels.windows import Call, HostExchange, WindowWork
 from stallfree.telemetry.meter import Meter
 
 Hypers = dict[int, Hyper]  # by id of the parameter: tensors are slow to look up
@@ -313,8 +313,7 @@ class Engine:
             half.follow(half.installed)
             return
         assert block.exchange is not None
-        block.exchange.send()
-        window.hands_over = True
+        window.hands_over, window.exchange = True, block.exchange.send()
         window.due = min(window.due, self.clock.call + 1)  # who moves must be there when the device updates next
 
     def _replay(self, closing: Sequence[tuple[BlockState, Window]]) -> None:
@@ -324,7 +323,7 @@ class Engine:
             early, block.early = block.early, None
             places = None if early is None else tuple(set(range(len(block.weights))) - early.places)
             calls = tuple(self._call(block, collected) for collected in window.calls)
-            works.append(self.host_work(block, calls, window.division.divided, window.lookahead, places, window.hands_over))
+            works.append(self.host_work(block, calls, window.division.divided, window.lookahead, places, window.exchange))
         for (block, window), work in zip(closing, self.worker.submit(works), strict=True):
             window.work = block.work = work
 
@@ -339,11 +338,11 @@ class Engine:
         divided: bool,
         lookahead: float,
         places: tuple[int, ...] | None,
-        merge: bool = False,
+        exchange: HostExchange | None = None,
     ) -> WindowWork:
         pause = self.delay("worker") if self.delay else 0.0
         gates = self.link.gates()
-        return WindowWork(block.host, calls, divided, lookahead, True, label(block), gates, places, merge, pause)
+        return WindowWork(block.host, calls, divided, lookahead, True, label(block), gates, places, exchange, pause)
 
     def run(self, state: WeightState, job: ReplayJob) -> None:
         """Do one job now, after whatever the host has still to do."""

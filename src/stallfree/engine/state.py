@@ -248,7 +248,7 @@ def _load_half(block: BlockState, entries: list[Entry]) -> None:
     half.follow(_division(block, selected))
     if block.exchange:
         here = torch.cat(selected).to("cpu")
-        block.exchange.host.selected.copy_(here) if half.installed.divided else block.exchange.host.selected.fill_(-1)
+        block.exchange.selected.copy_(here) if half.installed.divided else block.exchange.selected.fill_(-1)
 
 
 def _division(block: BlockState, selected: list[Tensor]) -> Division:

@@ -19,7 +19,7 @@ from stallfree.engine.streams import Point
 from stallfree.engine.transfer import Arrival, Link
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import SlotGradient
-from stallfree.kernels.windows import HostBlock
+from stallfree.kernels.windows import HostBlock, HostExchange
 
 
 class WeightState:
@@ -91,6 +91,7 @@ class Window:
     due: int
     lookahead: float
     division: Division  # of its gradients; it publishes the deferred channels
+    exchange: HostExchange | None = None  # the channels that change hands after its replay
     hands_over: bool = False  # with its publish, channels arrive on the device
     work: Point | None = None  # its replay; None: done
     arrival: Arrival | None = None  # what it publishes, on its way up already
@@ -115,13 +116,12 @@ class BlockState:
         self.block, self.half, self.link, self.pool = block, half, link, pool
         self.scale = config.deferred_lr_scale
         self.weights = [WeightState(weight, self, place, config) for place, weight in enumerate(block.weights)]
-        self.exchange = Exchange(half, link) if half.chosen.places else None
+        self.exchange = Exchange(half, link, pool) if half.chosen.places else None
         self.host = HostBlock(
             weights=tuple(state.host.kept for state in self.weights),
             record_start=1 + block.weights[0].key,
             rule=config.rule,
             dtype=block.dtype,
-            exchange=self.exchange.host if self.exchange else None,
         )
         self.schedule = BlockSchedule(block.phase)
         self.filling: Slot | None = None  # the slot of the call under way
@@ -144,8 +144,8 @@ class BlockState:
 
     @property
     def host_nbytes(self) -> int:
-        exchange = self.exchange.nbytes if self.exchange else 0
-        return sum(state.host.nbytes for state in self.weights) + exchange
+        """Of the state; slots are the pool's."""
+        return sum(state.host.nbytes for state in self.weights)
 
     def take_slot(self) -> Tensor:
         """Room for the deferred rows of the call under way."""
@@ -167,7 +167,7 @@ class BlockState:
         """As at construction, from the weights as they are now."""
         self.half.reset()
         if self.exchange:
-            self.exchange.host.selected.fill_(-1)
+            self.exchange.selected.fill_(-1)
         for state in self.weights:
             state.host.reset()
             state.passes_expected = None

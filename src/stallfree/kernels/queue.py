@@ -233,8 +233,8 @@ class TorchQueue(HostQueue):
             for job in window_jobs(work):
                 self._kernel.replay(job)
                 elements += sum(slot.grad.numel() for slot in job.slots)
-            if work.merge:
-                merge(work.block)
+            if work.exchange is not None:
+                merge(work.block, work.exchange)
             end = time.monotonic_ns()
         except BaseException as error:
             failure = HostError(f"host update of {work.names} failed: {error}\n{traceback.format_exc()}")
