@@ -285,7 +285,7 @@ def test_without_a_tenth_to_spare_it_is_two_and_without_memory_an_error(monkeypa
     assert run.optimizer.config.max_update_interval == 2
     run.optimizer.close()
     available(monkeypatch, 2, 0.99)
-    with pytest.raises(MemoryError, match="slots"):
+    with pytest.raises(MemoryError, match="in flight"):
         Run()
 
 

@@ -32,7 +32,7 @@ class Plan:
     def table(self) -> str:
         rows = [
             ("host memory: master, exp_avg, exp_avg_sq", self.host_state),
-            ("host memory: gradients and channels in flight", self.host_slots),
+            ("host memory: slots (gradients and channels in flight)", self.host_slots),
             ("host memory in all", self.host),
             ("device memory: state of selected channels and residents", self.device_state),
             ("device memory: copies under way", self.device_staging),
