@@ -56,6 +56,7 @@ METRICS = """
 | `bytes_down`, `bytes_up`, `..._total` | bytes copied to the host and to the device |
 | `host_bytes`, `device_bytes` | memory of the optimizer's state and slots |
 | `restages` | backward passes that came after a gradient had been staged |
+| `reselections_total` | selections of blocks made since construction |
 """
 
 

@@ -87,6 +87,7 @@ def test_retention_is_the_share_of_a_selection_that_stays(device):
     optimizer, _ = run(device, 14, grads=shifting, select_interval=8)
     assert optimizer.metrics()["retention_by_kind"] == pytest.approx({"up_proj": 0.75, "down_proj": 1.0})
     assert optimizer.metrics()["retention"] == pytest.approx(0.875)
+    assert optimizer.metrics()["reselections_total"] == 2 * len(optimizer.engine.blocks)
     optimizer.close()
 
 

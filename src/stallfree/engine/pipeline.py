@@ -307,6 +307,7 @@ class Engine:
         if not half.chosen.places:
             return
         half.select()
+        self.meter.reselections += 1
         assert half.handover is not None
         rounds = window.due > self.clock.call + 1  # lag > 1: whether anyone moves decides when the window is due
         if rounds and not any(bool(moved.any()) for moved in half.handover.moved):

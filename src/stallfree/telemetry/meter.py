@@ -20,7 +20,7 @@ class Meter:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.restages = 0
+        self.restages = self.reselections = 0
         self.norm: Tensor | None = None
         self.skipped: Tensor | None = None  # calls, int64 on the device
         self._judged: tuple[Sequence[Weight], Tensor, Tensor] | None = None  # with gradient; deferred, all: [weights] fp64
@@ -66,6 +66,7 @@ class Meter:
             "bytes_down_total": self.link.bytes_down,
             "bytes_up_total": self.link.bytes_up,
             "restages": self.restages,
+            "reselections_total": self.reselections,
         }
 
 
