@@ -259,10 +259,13 @@ def test_a_run_without_finite_losses_is_given_up(finetune, sums, tmp_path, monke
         "stallfree.cli.finetune.train.token_losses",
         lambda *args: token_losses(*args) * (1.0 if next(calls) < 3 else float("nan")),
     )
-    code, _, err = finetune(data=sums, steps=20, **QUICK)
+    code, out, err = finetune(data=sums, steps=20, **QUICK)
     assert code == 2
+    assert "step 4 was skipped: gradients not finite in" in out
+    assert "q_proj" in out
     assert "the loss was not finite in 5 steps up to 8: lower --lr or raise --warmup, and add --overwrite" in err
     assert metrics(tmp_path / "out", "step")[-1]["skipped_steps"] == 5
+    assert metrics(tmp_path / "out", "step")[-1]["last_skipped_call"] == 8
 
 
 @pytest.mark.parametrize(
