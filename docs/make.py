@@ -51,7 +51,7 @@ METRICS = """
 | `grad_norm` | before clipping by `max_grad_norm` |
 | `skipped_steps` | steps skipped because the gradient norm was not finite |
 | `last_skipped_call` | the call of the last of them, or `None` |
-| `last_skipped_kinds` | kinds of parameters whose gradients were not finite in it; biases, norms and other small ones are judged together and named together |
+| `last_skipped_kinds` | kinds of parameters with gradients not finite in it; small ones of a dtype are named together |
 | `rho`, `rho_by_kind` | share of squared gradient norm in deferred channels, over all weights and by kind of parameter |
 | `retention`, `retention_by_kind` | share of the last selection that the one before had chosen too |
 | `stall_ms`, `stall_ms_total` | time in which training (with `async_transfers` the device) waited for the host |

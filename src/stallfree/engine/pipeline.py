@@ -35,6 +35,7 @@ from stallfree.engine.window import BlockState, CollectedCall, WeightState, Wind
 from stallfree.kernels import block_kernel
 from stallfree.kernels.block import Update
 from stallfree.kernels.device import Hyper
+from stallfree.kernels.queue import FORKED
 from stallfree.kernels.replay import ReplayJob
 from stallfree.kernels.windows import Call, WindowWork
 from stallfree.telemetry.meter import Meter
@@ -428,6 +429,8 @@ class Engine:
     # Refusals and the end
 
     def check_usable(self) -> None:
+        if not self.belongs_here:
+            raise RuntimeError(FORKED)
         if self.failed is not None:
             raise RuntimeError(
                 "an earlier step failed, and the optimizer's state is not whole; resume from a checkpoint"

@@ -90,12 +90,15 @@ class ResidentGroup:
 
     def norm(self) -> Tensor:
         """L2 norm of the gradients gathered last: fp32 scalar on the device."""
+        norm: Tensor
         if len(self._there) == len(self.residents):  # as a whole
-            return torch.linalg.vector_norm(self._gradient[: self._numel], dtype=torch.float32)
-        parts = [self._parts[place] for place in self._there]
-        if not parts:
-            return torch.zeros((), dtype=torch.float32, device=self.layout.device)
-        return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, torch.float32)))
+            norm = torch.linalg.vector_norm(self._gradient[: self._numel], dtype=torch.float32)
+        elif self._there:
+            parts = [self._parts[place] for place in self._there]
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, torch.float32)))
+        else:
+            norm = torch.zeros((), dtype=torch.float32, device=self.layout.device)
+        return norm
 
     def scatter(self) -> None:
         """After AdamW."""
