@@ -6,6 +6,7 @@ residents and selected channels, close windows. Nothing here decides by timing; 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -110,7 +111,10 @@ class Engine:
     def check_joining(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Refuse more parameters that cannot be trained, or not here, or that there is no memory for."""
         check_trainable(named, self.device)
-        planner.check_fits(planner.plan(named, self.config))
+        needed = planner.plan(named, self.config)
+        if self.blocks:  # room for copies is there
+            needed = dataclasses.replace(needed, device_staging=0)
+        planner.check_fits(needed, self.device)
 
     def take(self, residents: Sequence[Sequence[Resident]], blocks: Sequence[Block]) -> None:
         """The same, with residents and weights grouped already, and the weights' keys in the order of the blocks."""
