@@ -111,7 +111,6 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     # torch's protocol
 
     @_disable_dynamo
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One call of the update rule on the gradients in `.grad`. Returns the closure's loss, if one is given."""
         loss = None

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import Block, build_blocks, classify
 from stallfree.engine.ring import ring_bytes
 from stallfree.engine.slots import slot_bytes
+from stallfree.limits import GIB, available_device_bytes
+from stallfree.limits import available_host_bytes as available_host_bytes
 
-GIB = 1 << 30
 SPARE = 0.9  # of what is available, for room that is optional
 
 
@@ -28,6 +30,14 @@ class Plan:
     @property
     def host(self) -> int:
         return self.host_state + self.host_slots
+
+    @property
+    def device(self) -> int:
+        return self.device_state + self.device_staging
+
+    def host_beside(self, device: torch.device | None) -> int:
+        """Host memory for parameters there: on the CPU both halves are."""
+        return self.host + (self.device if device is not None and device.type == "cpu" else 0)
 
     def table(self) -> str:
         rows = [
@@ -65,8 +75,8 @@ def with_room(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) 
     if not config.room_is_open:
         return config
     choices = [config.replace(max_update_interval=room) for room in config.rooms]
-    available = available_host_bytes()
-    fitting = (choice for choice in choices if plan(named, choice).host <= SPARE * available)
+    available, device = available_host_bytes(), named[0][1].device
+    fitting = (choice for choice in choices if plan(named, choice).host_beside(device) <= SPARE * available)
     return next(fitting, choices[-1])
 
 
@@ -75,36 +85,18 @@ def _copied_bytes(block: Block) -> int:
     return max(block.numel * block.dtype.itemsize, 4 * block.state_numel)
 
 
-def available_host_bytes() -> int:
-    """Memory this process can still take: the machine's, or its control group's if that is less."""
-    available = _machine_bytes()
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            with open(limit_file, encoding="ascii") as limit, open(usage_file, encoding="ascii") as usage:
-                available = min(available, int(limit.read()) - int(usage.read()))
-        except (OSError, ValueError):  # no control group, or no limit ("max")
-            continue
-    return max(0, available)
-
-
-def _machine_bytes() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as meminfo:
-            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo}
-        return sizes["MemAvailable"]
-    except (OSError, KeyError, ValueError):
-        return 1 << 62
-
-
-def check_fits(needed: Plan) -> None:
-    """Refuse a model whose host state does not fit, before it is allocated."""
-    available = available_host_bytes()
-    if needed.host > available:
+def check_fits(needed: Plan, device: torch.device | None = None) -> None:
+    """Refuse a model whose state does not fit, before anything is allocated. device: of the parameters; None: not judged."""
+    host, available = needed.host_beside(device), available_host_bytes()
+    if host > available:
         raise MemoryError(
-            f"the optimizer state needs {needed.host / GIB:.2f} GiB of host memory; {available / GIB:.2f} GiB are available:\n"
+            f"the optimizer state needs {host / GIB:.2f} GiB of host memory; {available / GIB:.2f} GiB are available:\n"
             f"{needed.table()}\n"
             "Ways out: moments_dtype='bfloat16', a smaller update_interval, a larger topk_ratio, or a larger machine"
+        )
+    if device is not None and device.type == "cuda" and needed.device > (free := available_device_bytes(device)):
+        raise MemoryError(
+            f"the optimizer state needs {needed.device / GIB:.2f} GiB of memory on {device}; {free / GIB:.2f} GiB are free:\n"
+            f"{needed.table()}\n"
+            "Ways out: a smaller topk_ratio, a smaller min_numel, or less on the GPU beside it"
         )

@@ -6,6 +6,7 @@ residents and selected channels, close windows. Nothing here decides by timing; 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -35,6 +36,7 @@ from stallfree.engine.window import BlockState, CollectedCall, WeightState, Wind
 from stallfree.kernels import block_kernel
 from stallfree.kernels.block import Update
 from stallfree.kernels.device import Hyper
+from stallfree.kernels.queue import FORKED
 from stallfree.kernels.replay import ReplayJob
 from stallfree.kernels.windows import Call, HostExchange, WindowWork
 from stallfree.telemetry.meter import Meter
@@ -77,6 +79,7 @@ class Engine:
         self.failed: BaseException | None = None
         self.closed = False
         self.groups: list[ResidentGroup] = []
+        self._kinds: list[tuple[str, ...]] = []  # of parameters: of each norm that a call is judged by
         self._layouts: Layouts = {}
         self._adamw: Update | None = None  # of all that the device updates; None: to be planned
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
@@ -108,7 +111,10 @@ class Engine:
     def check_joining(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Refuse more parameters that cannot be trained, or not here, or that there is no memory for."""
         check_trainable(named, self.device)
-        planner.check_fits(planner.plan(named, self.config))
+        needed = planner.plan(named, self.config)
+        if self.blocks:  # room for copies is there
+            needed = dataclasses.replace(needed, device_staging=0)
+        planner.check_fits(needed, self.device)
 
     def take(self, residents: Sequence[Sequence[Resident]], blocks: Sequence[Block]) -> None:
         """The same, with residents and weights grouped already, and the weights' keys in the order of the blocks."""
@@ -127,6 +133,7 @@ class Engine:
         trained = [*(resident.param for group in residents for resident in group), *(weight.param for weight in split)]
         self._take_over(trained)
         self._adamw = None
+        self._kinds = [*(group.kinds for group in self.groups), *((weight.kind,) for weight in self.channels.weights)]
         for param in trained:
             self.managed[id(param)] = (param, written(param))
         staging = weakref.ref(self.staging)
@@ -183,7 +190,7 @@ class Engine:
     def _update(self, hypers: Hypers) -> None:
         self.link.follow()
         present = [group.gather() for group in self.groups]
-        skip, factors, record = self._judge([norm for group in self.groups for norm in group.norms()])
+        skip, factors, record = self._judge([group.norm() for group in self.groups])
         self._show_coming()
         for block in sorted(self.blocks, key=lambda block: block.exchange is None or block.exchange.arrival is None):
             self._publish_due(block)  # first where there is something on the device that keeps others from coming up
@@ -220,18 +227,19 @@ class Engine:
     def _judge(self, norms: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Whether to skip this call, and by weight and then by resident what its gradient is multiplied by, on the device.
 
-        norms: scalars that cover the gradients of residents. The last is the host's copy of both.
+        norms: of each group of residents. The last is the host's copy of both.
         """
         channels = self.channels
         staged = [state.staged for state in self.weights.values() if state.staged is not None]
         present = tuple(gradient.weight.key for gradient in staged)
         scales = self._scales()
         parts = [torch.stack(norms)] if norms else []
-        if staged:
+        if self.weights:
             split = channels.norms() if scales is None else channels.norms() * scales.abs()
             some = len(staged) < len(self.weights)
             parts.append(torch.where(channels.masks(present)[0], split, 0.0) if some else split)
-        norm = torch.linalg.vector_norm(torch.cat(parts)) if parts else torch.zeros((), dtype=torch.float32, device=self.device)
+        all_norms = torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float32, device=self.device)
+        norm = torch.linalg.vector_norm(all_norms)
         finite = torch.isfinite(norm)
         skip = torch.zeros_like(finite) if self.config.update_in_backward else ~finite
         clip = self._one
@@ -244,7 +252,8 @@ class Engine:
         torch.cat(parts, out=values)
         if staged and self.config.topk_ratio:
             channels.update_scores(scales, present, self.config.score_decay, skip)
-        self.meter.judge(norm, skip, [gradient.weight for gradient in staged], channels)
+        self.meter.judge(norm, [gradient.weight for gradient in staged], channels)
+        self.meter.judge_skip(self.clock.call, skip, all_norms, self._kinds)
         self.link.down(values, slot)
         return skip, values[1:], slot
 
@@ -427,6 +436,8 @@ class Engine:
     # Refusals and the end
 
     def check_usable(self) -> None:
+        if not self.belongs_here:
+            raise RuntimeError(FORKED)
         if self.failed is not None:
             raise RuntimeError(
                 "an earlier step failed, and the optimizer's state is not whole; resume from a checkpoint"

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stallfree.limits import GIB, lockable_bytes
+
 Stream = Any  # torch.cuda.Stream, or what a stand-in for tests uses
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
@@ -141,7 +143,21 @@ class Streams:
         _call("cuStreamWaitValue32_v2", stream.cuda_stream, point.timeline.address, point.value, 0)  # 0: greater or equal
 
     def register(self, memory: Tensor) -> None:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        """Let the device reach host memory.
+
+        Raises:
+            MemoryError: the system or the driver refuses to lock so much of it.
+        """
+        try:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        except RuntimeError as error:
+            limit = lockable_bytes()
+            allowed = "as much as it likes" if limit is None else f"{limit / GIB:.3f} GiB"
+            raise MemoryError(
+                f"{memory.nbytes / GIB:.3f} GiB of host memory could not be registered for {self.device} ({error}); this "
+                f"process may lock {allowed} (ulimit -l). Ways out: ulimit -l unlimited; docker run --ulimit memlock=-1; a "
+                "larger memory limit of the container; a smaller max_update_interval"
+            ) from error
 
     def unregister(self, memory: Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
