@@ -9,9 +9,10 @@ import pytest
 import torch
 from histories import Call, History, Player, assert_identical, backward, run
 from torch import nn
-from training import LR, PRESETS, mlp, regression
+from training import LR, PRESETS, SMALL, mlp, regression
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
+from stallfree.engine import uninterrupted
 from stallfree.kernels.queue import HostError
 
 SETTINGS = dict(topk_ratio=0.25, update_interval=2, full_warm_up_rounds=0, min_numel=0, block_numel=1)
@@ -170,11 +171,37 @@ def test_an_exception_in_backward_leaves_a_whole_optimizer(device):
 
 
 @pytest.fixture
-def alarm():
-    """The timer presses Ctrl-C."""
+def alarm(monkeypatch):
+    """The timer presses Ctrl-C. Its own signal must not be held back."""
+    monkeypatch.setattr(uninterrupted, "HELD", (signal.SIGINT,))
     before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     yield
     signal.signal(signal.SIGALRM, before)
+
+
+def test_any_other_signal_waits_too(device):
+    """A data loader's dead worker, for instance, is told to the main thread by SIGCHLD, whose handler raises."""
+    player = Player(History(shapes=((6, 8), (8, 6)), calls=(Call(),) * 3, config=ZenFlowConfig(**SMALL)), device)
+
+    def complain(*_):
+        raise ZeroDivisionError("whatever a handler raises")
+
+    before = signal.signal(signal.SIGCHLD, complain)
+    inner = player.optimizer.engine.check_usable
+    player.optimizer.engine.check_usable = lambda: (signal.raise_signal(signal.SIGCHLD), inner())
+    try:
+        player.backward()
+        with pytest.raises(ZeroDivisionError):
+            player.optimizer.step()
+        assert signal.getsignal(signal.SIGCHLD) is complain
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        player.optimizer.engine.check_usable = inner
+    assert player.optimizer.metrics()["call"] == 1, "the call was made"
+    player.optimizer.zero_grad()
+    player.backward()
+    player.optimizer.step()
+    player.close()
 
 
 @pytest.mark.parametrize("name", ["step", "flush", "state_dict", "exact_weights"])
