@@ -250,7 +250,7 @@ def test_windows_wait_for_all_their_gates_and_run_in_order(start):
     one, two = queue.history()
     assert (one.ticket, two.ticket) == (1, 2)
     assert opened <= one.gates_open <= one.begin <= one.end <= two.gates_open <= two.end <= time.monotonic_ns()
-    assert queue.stats().wait_seconds >= 0.02
+    assert queue.stats().wait_seconds >= 0.01  # it may have begun to wait a little later
 
 
 def test_tickets_and_words_count_modulo_two_to_the_32(start):
