@@ -49,15 +49,15 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
     blocks = build_blocks(weights, config)
     state = exchange = device = 0
     for weight in weights:
-        size = weight.param.numel()
+        size = weight.numel
         state += size * (4 + 2 * moment) + 4 * weight.channels
         selected = weight.selected_count * (12 * weight.length + 4)
         if weight.selected_count:
             exchange += selected + 4 * (weight.selected_count + weight.channels)
-        device += selected + weight.selected_count * weight.length * weight.param.element_size() + 8 * weight.channels
-    on_gpu = any(weight.param.device.type == "cuda" for weight in weights)
+        device += selected + weight.selected_count * weight.length * weight.dtype.itemsize + 8 * weight.channels
+    on_gpu = any(weight.shard.device.type == "cuda" for weight in weights)
     staging = 2 * ring_bytes([_copied_bytes(block) for block in blocks]) if on_gpu else 0
-    resident = sum(item.param.numel() for item in residents)
+    resident = sum(item.numel for item in residents)
     return Plan(state, slot_bytes(blocks, config), exchange, device + 12 * resident, staging)
 
 
