@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -81,7 +82,7 @@ def _copied_bytes(block: Block) -> int:
 
 
 def available_host_bytes() -> int:
-    """Memory this process can still take: the machine's, or its control group's if that is less."""
+    """Memory this process can still take: the machine's, or its control group's if that is less, shared among local ranks."""
     available = _machine_bytes()
     for limit_file, usage_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -92,7 +93,7 @@ def available_host_bytes() -> int:
                 available = min(available, int(limit.read()) - int(usage.read()))
         except (OSError, ValueError):  # no control group, or no limit ("max")
             continue
-    return max(0, available)
+    return max(0, available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _machine_bytes() -> int:
@@ -104,12 +105,16 @@ def _machine_bytes() -> int:
         return 1 << 62
 
 
-def check_fits(needed: Plan) -> None:
-    """Refuse a model whose host state does not fit, before it is allocated."""
+def check_fits(needed: Plan, least: Callable[[int], int] = int) -> None:
+    """Refuse a model whose host state does not fit, before it is allocated. least: of a number on all ranks.
+
+    Ranks of one machine ask the same memory: none may take its share before all have asked, and none may go on alone.
+    """
     available = available_host_bytes()
-    if needed.host > available:
+    if least(available - needed.host) < 0:
         raise MemoryError(
-            f"the optimizer state needs {needed.host / GIB:.2f} GiB of host memory; {available / GIB:.2f} GiB are available:\n"
+            f"the optimizer state needs {needed.host / GIB:.2f} GiB of host memory; {available / GIB:.2f} GiB are available"
+            f"{' (on this rank; on another it does not fit)' if needed.host <= available else ''}:\n"
             f"{needed.table()}\n"
             "Ways out: moments_dtype='bfloat16', a smaller update_interval, a larger topk_ratio, or a larger machine"
         )

@@ -111,7 +111,8 @@ class Engine:
     def check_joining(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Refuse more parameters that cannot be trained, or not here, or that there is no memory for."""
         check_trainable(named, self.device)
-        planner.check_fits(planner.plan(named, self.config))
+        ranks = Agreement(param for _, param in named)
+        planner.check_fits(planner.plan(named, self.config), lambda number: ranks.least(number, self.device))
 
     def take(self, residents: Sequence[Sequence[Resident]], blocks: Sequence[Block]) -> None:
         """The same, with residents and weights grouped already, and the weights' keys in the order of the blocks."""

@@ -145,12 +145,29 @@ def _dtensor(spec: Any, local: Tensor, shape: torch.Size) -> Tensor:
     return tensor
 
 
-def part_of(param: Param, saved: Any) -> Tensor:
+def part_of(param: Param, saved: Any) -> Any:
     """The inverse: this rank's part of a tensor shaped like a parameter or its channels; zeros for a stand-in."""
-    local: Tensor = part_in(saved)
-    if local is saved:
+    if not is_sharded(saved):
+        return saved
+    local = saved._local_tensor
+    if local.numel() or not is_stand_in(param):
         return local
-    return local if local.numel() or not is_stand_in(param) else local.new_zeros([max(size, 1) for size in local.shape])
+    return local.new_zeros([max(size, 1) for size in local.shape])
+
+
+def of_this_rank(param: Param, entry: dict[str, Any]) -> dict[str, Any]:
+    """State that is no part of something whole, by names that no other rank has."""
+    return {f"{name}.{rank_in(param)}": (value,) for name, value in entry.items()} if is_sharded(param) else entry
+
+
+def here(param: Param, saved: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter as this rank holds it: its parts of what is whole, and what it saved as its own."""
+    entry = {name: part_of(param, value) for name, value in saved.items()}
+    if is_sharded(param):
+        mine = f".{rank_in(param)}"
+        own = {name.removesuffix(mine): value[0] for name, value in saved.items() if name.endswith(mine)}
+        entry = {name: value for name, value in entry.items() if "." not in name} | own
+    return entry
 
 
 # Layout
@@ -246,7 +263,7 @@ class Agreement:
     """Makes all ranks of some parameters' meshes agree, where the sums leave room for a difference."""
 
     def __init__(self, params: Iterable[Param]) -> None:
-        meshes = [param.device_mesh for param in params if is_sharded(param)]
+        meshes = {param.device_mesh: None for param in params if is_sharded(param)}
         self.mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
         self.mixed = len({mesh.size() for mesh in meshes}) > 1
 
