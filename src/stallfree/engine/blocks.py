@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
-from stallfree.engine.sharding import Groups, check_sharding, groups_of, largest_shard, shard_of
+from stallfree.engine.sharding import Groups, check_sharding, groups_of, shard_of
 from stallfree.kernels.block import Segment
 
 STATE = ("master", "exp_avg", "exp_avg_sq")  # AdamW's, of an element
@@ -32,7 +32,7 @@ class Resident:
     def __post_init__(self) -> None:
         shard = self.shard
         self.shape, self.dtype, self.contiguous, self.numel = shard.shape, shard.dtype, shard.is_contiguous(), shard.numel()
-        self.share = largest_shard(self.param)
+        self.whole_numel = self.param.numel()  # on all ranks
         self.spread = groups_of(self.param)
 
     @property
@@ -55,7 +55,7 @@ class Weight:
         self.kind, self.contiguous = kind_of(self.name, self.param), True
         shard = self.shard
         self.shape, self.dtype, self.numel = shard.shape, shard.dtype, shard.numel()
-        self.share = largest_shard(self.param)  # elements that a rank holds at most
+        self.whole_numel = self.param.numel()  # on all ranks: blocks and phases follow from it, so that they are the same
         self.spread: Groups = groups_of(self.param)  # over which its squared norm adds up
         self.split: Groups = groups_of(self.param, self.channel_dim)  # over which a channel's does
         self.channels = self.shape[0] if self.channel_dim == 0 else self.numel // self.shape[0]
@@ -91,7 +91,7 @@ class Block:
 
     def __post_init__(self) -> None:
         self.numel = sum(weight.numel for weight in self.weights)
-        self.share = sum(weight.share for weight in self.weights)
+        self.whole_numel = sum(weight.whole_numel for weight in self.weights)
         self.deferred_numel = sum(weight.numel - weight.selected_count * weight.length for weight in self.weights)
         self.dtype = self.weights[0].dtype
 
@@ -184,7 +184,9 @@ def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block
     members: list[Weight] = []
     for weight in weights:
         mine = (_layer(weight.name), weight.dtype)
-        if members and (mine != shared or sum(member.share for member in members) + weight.share > config.block_numel):
+        if members and (
+            mine != shared or sum(member.whole_numel for member in members) + weight.whole_numel > config.block_numel
+        ):
             blocks.append(Block(members))
             members = []
         shared = mine
@@ -193,9 +195,9 @@ def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block
         blocks.append(Block(members))
     if config.stagger:
         load = [0] * config.max_update_interval
-        for block in sorted(blocks, key=lambda block: -block.share):
+        for block in sorted(blocks, key=lambda block: -block.whole_numel):
             block.phase = load.index(min(load))
-            load[block.phase] += block.share
+            load[block.phase] += block.whole_numel
     return blocks
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
-from stallfree.engine.blocks import STATE, Block, Resident, Weight, build_blocks, classify, describe
+from stallfree.engine.blocks import STATE, Block, Resident, Weight, classify, describe
 from stallfree.engine.pipeline import Engine
 from stallfree.engine.residents import resident_groups
 from stallfree.engine.sharding import here, layout_of
@@ -97,7 +97,7 @@ def read(
     for item in items:
         _check_entry(engine.config, item, entries[item.param], any_room)
     if any(entries[item.param].get("layout", "") != layout_of(item.param) for item in items):
-        _spread_anew(engine.config, residents, weights, entries)
+        _spread_anew(residents, weights, entries)
     first = entries[held[0][1]]
     for item in items:
         for key in ("config", "clock"):
@@ -111,10 +111,8 @@ def read(
     return Checkpoint(entries, _grouped(residents, entries), blocks)
 
 
-def _spread_anew(
-    config: ZenFlowConfig, residents: Sequence[Resident], weights: Sequence[Weight], entries: dict[nn.Parameter, Entry]
-) -> None:
-    """Make state that was saved on other ranks, or on one, as it would be here: before a selection, divided into our blocks."""
+def _spread_anew(residents: Sequence[Resident], weights: Sequence[Weight], entries: dict[nn.Parameter, Entry]) -> None:
+    """Make state that was saved on other ranks, or on one, as it would be here before a selection. Blocks stay the same."""
     for weight in weights:
         saved = entries[weight.param]
         _require(weight, saved, ("schedule",))
@@ -125,17 +123,12 @@ def _spread_anew(
                 f"the state of {_label(weight)} was saved mid-window under another layout ({theirs}; here it is {ours}), and "
                 "what is in flight belongs to the ranks that saved it: resume on as many, or call optimizer.flush() before it"
             )
+        selected = torch.full((weight.selected_count,), NONE, dtype=torch.int64, device=weight.shard.device)
+        saved |= {"selected": selected, "slots": (), "windows": (), "schedule": saved["schedule"] | {"last_selection": 0}}
+        saved.pop("selected_moments", None)
     for number, group in enumerate(resident_groups(residents)):
         for place, resident in enumerate(group):
             entries[resident.param] |= {"block": number, "place": place}
-    for number, block in enumerate(build_blocks(weights, config)):
-        for place, weight in enumerate(block.weights):
-            saved = entries[weight.param]
-            selected = torch.full((weight.selected_count,), NONE, dtype=torch.int64, device=weight.shard.device)
-            schedule = {"interval": saved["schedule"]["interval"], "last_selection": 0}
-            saved |= {"block": number, "place": place, "phase": block.phase, "schedule": schedule}
-            saved |= {"selected": selected, "slots": (), "windows": ()}
-            saved.pop("selected_moments", None)
 
 
 def _match(

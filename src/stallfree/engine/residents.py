@@ -107,11 +107,11 @@ def resident_groups(residents: Sequence[Resident]) -> list[list[Resident]]:
     open_groups: dict[tuple[torch.dtype, Groups], list[Resident]] = {}
     for resident in residents:
         alike = (resident.dtype, resident.spread)
-        if resident.share >= GROUP_NUMEL or not resident.contiguous:
+        if resident.whole_numel >= GROUP_NUMEL or not resident.contiguous:
             groups.append([resident])
         else:
             held = open_groups.get(alike)
-            if held is None or sum(member.share for member in held) + resident.share > GROUP_NUMEL:
+            if held is None or sum(member.whole_numel for member in held) + resident.whole_numel > GROUP_NUMEL:
                 held = open_groups[alike] = []
                 groups.append(held)
             held.append(resident)

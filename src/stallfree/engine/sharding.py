@@ -34,8 +34,10 @@ def shard_of(param: Param) -> Tensor:
     Of a part without elements, a stand-in that nobody reads: one row (or column) of zeros. So every rank has the same weights
     and blocks, and takes part in the same sums.
     """
-    local = part_in(param)
-    return _stand_in(param, local) if is_stand_in(param) else local
+    if not is_sharded(param):
+        plain: Tensor = param
+        return plain
+    return _stand_in(param, param._local_tensor) if is_stand_in(param) else part_in(param)
 
 
 def part_in(param: Param) -> Tensor:
@@ -185,15 +187,6 @@ def rank_in(param: Param) -> int:
     for place, size in zip(mesh.get_coordinate(), mesh.shape, strict=True):
         number = number * size + place
     return number
-
-
-def largest_shard(param: Param) -> int:
-    """Elements of the largest part that any rank holds: what every rank can decide by."""
-    shape = list(param.shape)
-    for dim, placement in enumerate(param.placements if is_sharded(param) else ()):
-        if (axis := getattr(placement, "dim", None)) is not None:
-            shape[axis] = -(-shape[axis] // param.device_mesh.size(dim))
-    return torch.Size(shape).numel()
 
 
 def groups_of(param: Param, channel_dim: int | None = None) -> Groups:
