@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from stallfree.engine import state
 from stallfree.engine.blocks import STATE, describe
 from stallfree.engine.checkpoint import NONE
-from stallfree.engine.sharding import is_sharded
 from stallfree.optimizer import ZenFlowAdamW
 
 # Of torch.optim.AdamW's groups, what ours do not have; with these values they mean nothing.
@@ -76,11 +75,7 @@ def from_adamw_state(optimizer: ZenFlowAdamW, state_dict: dict[str, Any], master
         ValueError: the state is of another optimizer or another model. Nothing has been changed.
     """
     groups = optimizer.param_groups
-    if any(is_sharded(param) for group in groups for param in group["params"]):
-        raise TypeError(
-            "sharded parameters cannot take over torch.optim.AdamW's state in this version: convert it in one process, "
-            "flush(), save with torch.distributed.checkpoint, and load that (docs/fsdp.md)"
-        )
+    optimizer.engine.refuse_sharded("from_adamw_state()")
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state_dict["param_groups"]]:
         raise ValueError(
             "the state_dict is of another model: its groups hold other numbers of parameters than this optimizer's"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stallfree.engine.blocks import Weight, describe
-from stallfree.engine.sharding import part_in
+from stallfree.engine.sharding import is_sharded, part_in
 
 aten = torch.ops.aten
 
@@ -112,11 +112,11 @@ class StagedGradient(torch.Tensor):
 
 def _way_out(staged: Staged, what: str) -> str:
     name = describe(staged.weight.name, staged.weight.param)
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    replicas = torch.distributed.is_available() and torch.distributed.is_initialized() and not is_sharded(staged.weight.param)
     return (
         f"{what} is not possible on the gradient of {name}: it is staged, with its deferred part in host memory. Norms, "
         "clipping and scaling by a number work as usual; for the plain tensor call optimizer.full_gradient(param)"
-        f"{'. DistributedDataParallel, which computes with gradients of its own, cannot be used' if distributed else ''}"
+        f"{'. DistributedDataParallel, which computes with gradients of its own, cannot be used' if replicas else ''}"
     )
 
 

@@ -457,6 +457,12 @@ class Engine:
                 f"{what} between backward and step() is not possible with update_in_backward; call it after step()"
             )
 
+    def refuse_sharded(self, what: str) -> None:
+        if self.agreement.mesh is not None:
+            raise TypeError(
+                f"{what} is for one process; save and load sharded parameters with torch.distributed.checkpoint (docs/fsdp.md)"
+            )
+
     def _take_over(self, params: Sequence[nn.Parameter]) -> None:
         """Close other optimizers of these parameters: of two, each would take gradients that are for the other."""
         for other in list(_open):

@@ -257,7 +257,7 @@ class Agreement:
 
     def __init__(self, params: Iterable[Param]) -> None:
         meshes = {param.device_mesh: None for param in params if is_sharded(param)}
-        self.mesh = max(meshes, key=lambda mesh: mesh.size(), default=None)
+        self.mesh: Any = max(meshes, key=lambda mesh: mesh.size(), default=None)
         self.mixed = len({mesh.size() for mesh in meshes}) > 1
 
     @property
