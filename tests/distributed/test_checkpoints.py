@@ -5,9 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from nets import PRESETS, Run, gathered, weights
+from nets import LR, PRESETS, Run, Transformerish, gathered, in_two_dimensions, weights
 from test_training import equal, near
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from stallfree import ZenFlowAdamW
 
 CALLS = 14
 
@@ -54,6 +58,7 @@ def test_a_resumed_run_with_moments_in_bf16_is_bit_identical(two, tmp_path):
     two.run(resumes, "sharded", PRESETS["stallfree"] | dict(moments_dtype="bfloat16"), tmp_path, 5)
 
 
+@pytest.mark.slow
 def test_a_resumed_hybrid_run_is_bit_identical(four, tmp_path):
     four.run(resumes, "hybrid", PRESETS["stallfree"], tmp_path, 6)
 
@@ -70,6 +75,75 @@ def stage(rank, way, settings, source, more_ranks, since, until, target):
         save(run, target)
     run.optimizer.close()
     return seen
+
+
+class Real:
+    """The loop of a model over two dimensions."""
+
+    def __init__(self, preset="stallfree"):
+        self.model = in_two_dimensions()
+        self.optimizer = ZenFlowAdamW(self.model.named_parameters(), lr=LR, **PRESETS[preset], max_grad_norm=1.0)
+        self.call = 0
+
+    def play(self, until):
+        for call in range(self.call, until):
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * call + torch.distributed.get_rank() // 2))
+            self.model(batch).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.call = until
+        return weights(self.model)
+
+
+def resumes_in_two_dimensions(rank, directory):
+    run = Real()
+    run.play(8)
+    save(run, directory)
+    expected = run.play(CALLS)
+    run.optimizer.close()
+    fresh = Real()
+    load(fresh, directory)
+    fresh.call = 8
+    equal([fresh.play(CALLS)], [expected])
+    fresh.optimizer.close()
+
+
+def test_a_resumed_run_over_two_dimensions_is_bit_identical(four, tmp_path):
+    four.run(resumes_in_two_dimensions, tmp_path)
+
+
+def saved_over_two_dimensions(rank, directory):
+    run = Real("deferred")
+    run.play(8)
+    run.optimizer.flush()
+    save(run, directory)
+    run.play(CALLS)
+    run.optimizer.flush()
+    run.optimizer.close()
+    return weights(run.model)
+
+
+def loaded_over_one(rank, directory):
+    model = Transformerish()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    run = Run(model, ZenFlowAdamW(model.named_parameters(), lr=LR, **PRESETS["deferred"], max_grad_norm=1.0))
+    load(run, directory)
+    for call in range(8, CALLS):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * call + rank))
+        model(batch).square().sum().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run.flushed()
+
+
+def test_from_two_dimensions_to_one(two, four, tmp_path):
+    """Each pair of tensor-parallel ranks saw one batch, and so does each rank here; sums are made in another order."""
+    expected = four.run(saved_over_two_dimensions, tmp_path)[0]
+    for a, b in zip(two.run(loaded_over_one, tmp_path)[0], expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 STOPS = (5, 8, 11, 14)
