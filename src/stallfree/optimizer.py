@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -25,9 +24,6 @@ from stallfree.engine.pipeline import Engine, Hypers
 from stallfree.engine.sharding import Agreement, RankSums, gradient_of, groups_of, is_sharded, shard_of, whole
 from stallfree.kernels.device import Hyper
 from stallfree.telemetry.meter import mean_by_kind
-
-logger = logging.getLogger("stallfree")
-SHARDED_INTERVAL = 4  # S in place of "auto", where parameters are sharded
 
 
 class ZenFlowAdamW(torch.optim.Optimizer):
@@ -80,7 +76,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             raise ValueError("all parameters are frozen (requires_grad is False): there is nothing to train")
         _refuse_plain_ranks(named)
         check_trainable(named)
-        self.config = _agreed(named, planner.with_room(named, _timed_by_no_clock(named, config)))
+        self.config = _agreed(named, planner.with_room(named, config))
         self._engine = self._new_engine(shard_of(named[0][1]).device)
         self._engine.adopt(named)
         state.populate(self._engine, self.state)
@@ -335,17 +331,6 @@ def _hyper(group: dict[str, Any]) -> Hyper:
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ValueError(f"betas must be from 0 to below 1; got {group['betas']}")
     return hyper
-
-
-def _timed_by_no_clock(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> ZenFlowConfig:
-    """Of sharded parameters all ranks need the same S, and each would measure its own."""
-    if config.update_interval != "auto" or config.interval_schedule is not None:
-        return config
-    if not any(is_sharded(param) for _, param in named):
-        return config
-    interval = SHARDED_INTERVAL if config.room_is_open else min(SHARDED_INTERVAL, config.max_update_interval)
-    logger.info('update_interval="auto" measures one process; for sharded parameters S is %d', interval)
-    return config.replace(update_interval=interval)
 
 
 def _agreed(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> ZenFlowConfig:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from stallfree import ZenFlowAdamW
@@ -48,7 +48,7 @@ class Net(nn.Module):
     SHAPES = (
         {"up": (8, 6), "bias": (8,)},
         {"down": (5, 8), "bias": (5,), "narrow": (1, 6)},
-        {"gate": (12, 4), "norm": (7,)},
+        {"gate": (12, 4), "norm": (7,), "kernel": (4, 2, 3)},
     )
     EMBED = (10, 4)
 
@@ -105,7 +105,16 @@ def hybrid(model: Net) -> Net:
     return sharded(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
 
 
-WAYS: dict[str, Callable[[Net], Net]] = {way.__name__: way for way in (plain, sharded, resharding_late, hybrid)}
+def by_columns(model: Net) -> Net:
+    """FSDP along the axis of the channels, where it divides."""
+
+    def placement(param: nn.Parameter) -> Shard | None:
+        return Shard(1) if param.dim() > 1 and param.shape[1] % dist.get_world_size() == 0 else None
+
+    return sharded(model, shard_placement_fn=placement)
+
+
+WAYS: dict[str, Callable[[Net], Net]] = {way.__name__: way for way in (plain, sharded, resharding_late, hybrid, by_columns)}
 
 
 class Mirror:

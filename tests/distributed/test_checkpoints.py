@@ -58,6 +58,10 @@ def test_a_resumed_run_with_moments_in_bf16_is_bit_identical(two, tmp_path):
     two.run(resumes, "sharded", PRESETS["stallfree"] | dict(moments_dtype="bfloat16"), tmp_path, 5)
 
 
+def test_a_resumed_run_that_is_split_by_columns_is_bit_identical(two, tmp_path):
+    two.run(resumes, "by_columns", PRESETS["stallfree"], tmp_path, 5)
+
+
 @pytest.mark.slow
 def test_a_resumed_hybrid_run_is_bit_identical(four, tmp_path):
     four.run(resumes, "hybrid", PRESETS["stallfree"], tmp_path, 6)

@@ -12,7 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stallfree import ZenFlowAdamW, load_checkpoint, save_checkpoint, to_adamw_state
 from stallfree.engine.gradient import StagedGradient
+from stallfree.engine.interval import UpdateTime
 from stallfree.engine.sharding import gradient_of
+from stallfree.engine.tuner import Measured
 
 CALLS = 14
 
@@ -52,8 +54,9 @@ def test_over_four_ranks_too_with_clipping(four, way):
     four.run(follows_adamw, way, PRESETS["stallfree"] | dict(max_grad_norm=1.0))
 
 
-def test_parameters_that_stay_gathered_after_forward_train_alike(two):
-    two.run(follows_adamw, "resharding_late", PRESETS["stallfree"])
+@pytest.mark.parametrize("way", ["resharding_late", "by_columns"])
+def test_parameters_that_stay_gathered_or_are_split_otherwise_train_alike(two, way):
+    two.run(follows_adamw, way, PRESETS["stallfree"])
 
 
 def follows_adamw_in_two_dimensions(rank, settings):
@@ -276,18 +279,29 @@ def test_what_does_not_fit_on_one_rank_is_refused_on_all(two):
     two.run(memory_of_one)
 
 
-def automatic(rank):
-    run = Run.of("sharded", dict(update_interval="auto", **SMALL))
-    interval = run.optimizer.config.update_interval
+def automatic(rank, wants):
+    """Rank by rank other times are measured: on two hosts, one needs a larger S than the other."""
+    run = Run.of("sharded", AUTO | dict(update_interval="auto"))
+    tuner, clock = run.optimizer.engine.tuner, run.optimizer.engine.clock
+    tuner._measure = lambda engine: Measured(1.0, 0.0, UpdateTime(clock.interval, 0.8 * wants[rank] + 0.01 * clock.interval))
+    seen = [*run.play(40), run.flushed()]
+    changes = {change.call: change.interval for change in run.optimizer.interval_history}
     run.optimizer.close()
-    return interval
+    run = Run.of("sharded", AUTO | dict(update_interval="auto", interval_schedule=changes))
+    equal([*run.play(40), run.flushed()], seen)
+    run.optimizer.close()
+    return changes
 
 
-SMALL = dict(min_numel=0, block_numel=100)
+AUTO = dict(min_numel=0, block_numel=100, full_warm_up_rounds=2, staleness_budget=50.0, max_update_interval=8)
 
 
-def test_auto_is_a_fixed_interval_where_parameters_are_sharded(two):
-    assert two.run(automatic) == [4, 4]
+def test_ranks_agree_on_the_largest_interval_that_one_of_them_needs(two):
+    """At the same call, so that windows close together; the record repeats the run."""
+    first, second = two.run(automatic, (2, 4))
+    assert first == second
+    assert list(first) == [16]
+    assert first[16] >= 4
 
 
 def with_two_optimizers(rank):

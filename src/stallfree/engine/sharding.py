@@ -261,6 +261,10 @@ class Agreement:
         self.mixed = len({mesh.size() for mesh in meshes}) > 1
 
     @property
+    def several(self) -> bool:
+        return self.mesh is not None and self.mesh.size() > 1
+
+    @property
     def _groups(self) -> Groups:
         return () if self.mesh is None else tuple(self.mesh.get_group(dim) for dim in range(self.mesh.ndim))
 
@@ -276,7 +280,7 @@ class Agreement:
 
     def least(self, number: int, device: torch.device) -> int:
         """The least of all ranks' numbers. Waits for the device."""
-        if self.mesh is None or self.mesh.size() == 1:
+        if not self.several:
             return number
         value = torch.tensor(number, dtype=torch.int64, device=device)
         for group in self._groups:
