@@ -50,12 +50,15 @@ METRICS = """
 | `call`, `interval`, `interval_changes`, `warming_up` | steps so far, S, how often S changed, whether the warm-up goes on |
 | `grad_norm` | before clipping by `max_grad_norm` |
 | `skipped_steps` | steps skipped because the gradient norm was not finite |
+| `last_skipped_call` | the call of the last of them, or `None` |
+| `last_skipped_kinds` | kinds of parameters with gradients not finite in it; small ones of a dtype are named together |
 | `rho`, `rho_by_kind` | share of squared gradient norm in deferred channels, over all weights and by kind of parameter |
 | `retention`, `retention_by_kind` | share of the last selection that the one before had chosen too |
-| `stall_ms`, `stall_ms_total` | time in which training (with `async_transfers` the device) waited for the host |
+| `stall_ms`, `stall_ms_total` | time in which training (on a GPU: the device) waited for the host |
 | `bytes_down`, `bytes_up`, `..._total` | bytes copied to the host and to the device |
 | `host_bytes`, `device_bytes` | memory of the optimizer's state and slots |
 | `restages` | backward passes that came after a gradient had been staged |
+| `reselections_total` | selections of blocks made since construction |
 """
 
 

@@ -76,6 +76,9 @@ class StandIn:
     def current(self) -> None:
         return None
 
+    def current_handle(self) -> int:
+        return 0
+
     def record(self, stream: Stream | None) -> Event:
         event = Event()
         self._do(stream, event.happen)

@@ -155,16 +155,68 @@ def test_accelerate_prepares_accumulates_and_clips(settings):
     ours.close()
 
 
-def test_a_gradient_scaler_is_refused_with_the_way_out():
-    model = mlp("cpu")
-    optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, config=ZenFlowConfig(**PRESETS["stallfree"]))
-    scaler = torch.amp.GradScaler("cpu")
-    before = [p.detach().clone() for p in model.parameters()]
-    scaler.scale(regression(model, 0)).backward()
-    with pytest.raises(RuntimeError, match=r"full_gradient|GradScaler"):
+def scaled_steps(optimizer, model, scaler, *, overflows=(), clip=None, mirror=None) -> None:
+    """CALLS calls with a GradScaler, in which the loss overflows at some of them."""
+    for t in range(CALLS):
+        loss = regression(model, t) * (float("inf") if t in overflows else 1.0)
+        scaler.scale(loss).backward()
+        if clip is not None:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        if mirror is not None and t not in overflows:
+            unscale = 1.0 if clip is not None else 1 / scaler.get_scale()
+            grads = full(optimizer, mirror.params)
+            mirror.step([None if g is None else g.float() * unscale for g in grads])
         scaler.step(optimizer)
-    assert all(torch.equal(p.detach(), b) for p, b in zip(model.parameters(), before, strict=True))
+        scaler.update()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_gradient_scaler_works(device, settings, clip):
+    """With autocast to fp16 and fp32 weights, as torch's recipe has it: its skips are no calls, its scale follows them."""
+    model, overflows = mlp(device), (2, 6)
+    optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, config=ZenFlowConfig(**settings))
+    mirror = Mirror(optimizer.param_groups)
+    scaler = torch.amp.GradScaler(device.type, init_scale=2.0**10, growth_interval=3)
+    scaled_steps(optimizer, model, scaler, overflows=overflows, clip=clip, mirror=mirror)
+    assert optimizer.metrics()["call"] == CALLS - len(overflows)
+    assert optimizer.metrics()["skipped_steps"] == 0
+    assert scaler.get_scale() == 2.0**9  # halved at both overflows, doubled after the three calls between them
+    optimizer.flush()
+    mirror.compare("scaled", CALLS)
     optimizer.close()
+
+
+def test_scaling_by_powers_of_two_changes_no_bit(device, settings):
+    weights = []
+    for enabled in (False, True):
+        torch.manual_seed(0)
+        model = mlp(device)
+        optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, config=ZenFlowConfig(**settings))
+        scaled_steps(optimizer, model, torch.amp.GradScaler(device.type, init_scale=2.0**8, enabled=enabled))
+        optimizer.flush()
+        weights.append([p.detach().clone() for p in model.parameters()])
+        optimizer.close()
+    for plain, scaled in zip(*weights, strict=True):
+        torch.testing.assert_close(plain, scaled, rtol=1e-6, atol=1e-7)
+
+
+def test_a_gradient_scaler_is_refused_where_it_cannot_work():
+    """By update_in_backward, and for fp16 weights by torch itself; no weight has changed."""
+    for dtype, preset, error in (
+        (torch.float32, "stronghold", "need preset zero-offload"),
+        (torch.float16, "stallfree", "Attempting to unscale FP16 gradients"),
+    ):
+        model = mlp("cpu", dtype)
+        optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, preset=preset, min_numel=0)
+        scaler = torch.amp.GradScaler("cpu")
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(regression(model, 0)).backward()
+        with pytest.raises((RuntimeError, ValueError), match=error):
+            scaler.step(optimizer)
+        assert all(torch.equal(p.detach(), b) for p, b in zip(model.parameters(), before, strict=True))
+        optimizer.close()
 
 
 def test_a_parameter_unfrozen_later(device, settings):

@@ -46,6 +46,27 @@ def test_calls_and_intervals_are_reported(device):
     optimizer.close()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_skipped_call_is_named_with_the_kind_of_parameter(device, value):
+    """The last one of them, also calls later and when some parameters had no gradient."""
+    where = {2: (0,), 5: (1, 2), 6: (2,)}  # by call from 0, which parameters are not finite
+
+    def grads(t, params):
+        made = [torch.ones_like(p) for p in params]
+        for place in where.get(t, ()):
+            made[place].view(-1)[-1] = value
+        return made if t != 6 else [None, None, made[2]]
+
+    kinds = ["up_proj", "down_proj", "norm"]
+    for calls, count, last in ((2, 0, None), (4, 1, 2), (6, 2, 5), (9, 3, 6)):
+        optimizer, _ = run(device, calls, grads=grads)
+        found = optimizer.metrics()
+        assert found["skipped_steps"] == count
+        assert found["last_skipped_call"] == (None if last is None else last + 1)
+        assert set(found["last_skipped_kinds"]) == {kinds[place] for place in where.get(last, ())}
+        optimizer.close()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gradient_norm_is_that_of_all_gradients_before_clipping(device, dtype):
     optimizer, grads = run(device, 5, dtype, max_grad_norm=0.1)
@@ -87,6 +108,7 @@ def test_retention_is_the_share_of_a_selection_that_stays(device):
     optimizer, _ = run(device, 14, grads=shifting, select_interval=8)
     assert optimizer.metrics()["retention_by_kind"] == pytest.approx({"up_proj": 0.75, "down_proj": 1.0})
     assert optimizer.metrics()["retention"] == pytest.approx(0.875)
+    assert optimizer.metrics()["reselections_total"] == 2 * len(optimizer.engine.blocks)
     optimizer.close()
 
 

@@ -112,7 +112,6 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     # torch's protocol
 
     @_disable_dynamo
-    @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One call of the update rule on the gradients in `.grad`. Returns the closure's loss, if one is given."""
         loss = None
@@ -174,7 +173,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self.engine.check_joining(
             [(name, param) for name, param in named if param in loaded.entries and id(param) not in managed]
         )
-        state.abandon(self.engine, loaded)
+        state.abandon(self.engine)
         try:
             if config is not self.config or not loaded.fits(self.engine):
                 self.config = config

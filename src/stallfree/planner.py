@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import Block, build_blocks, classify
 from stallfree.engine.ring import ring_bytes
 from stallfree.engine.slots import slot_bytes
+from stallfree.limits import GIB, available_device_bytes
+from stallfree.limits import available_host_bytes as available_host_bytes
 
-GIB = 1 << 30
 SPARE = 0.9  # of what is available, for room that is optional
 
 
@@ -23,19 +24,25 @@ class Plan:
 
     host_state: int
     host_slots: int
-    host_exchange: int
     device_state: int
     device_staging: int
 
     @property
     def host(self) -> int:
-        return self.host_state + self.host_slots + self.host_exchange
+        return self.host_state + self.host_slots
+
+    @property
+    def device(self) -> int:
+        return self.device_state + self.device_staging
+
+    def host_beside(self, device: torch.device | None) -> int:
+        """Host memory for parameters there: on the CPU both halves are."""
+        return self.host + (self.device if device is not None and device.type == "cpu" else 0)
 
     def table(self) -> str:
         rows = [
             ("host memory: master, exp_avg, exp_avg_sq", self.host_state),
-            ("host memory: slots for gradients in flight", self.host_slots),
-            ("host memory: channels that change hands", self.host_exchange),
+            ("host memory: slots (gradients and channels in flight)", self.host_slots),
             ("host memory in all", self.host),
             ("device memory: state of selected channels and residents", self.device_state),
             ("device memory: copies under way", self.device_staging),
@@ -48,18 +55,16 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
     residents, weights = classify(named, config)
     moment = 4 if config.moments_dtype == "float32" else 2
     blocks = build_blocks(weights, config)
-    state = exchange = device = 0
+    state = device = 0
     for weight in weights:
         size = weight.numel
         state += size * (4 + 2 * moment) + 4 * weight.channels
         selected = weight.selected_count * (12 * weight.length + 4)
-        if weight.selected_count:
-            exchange += selected + 4 * (weight.selected_count + weight.channels)
         device += selected + weight.selected_count * weight.length * weight.dtype.itemsize + 8 * weight.channels
     on_gpu = any(weight.shard.device.type == "cuda" for weight in weights)
     staging = 2 * ring_bytes([_copied_bytes(block) for block in blocks]) if on_gpu else 0
-    resident = sum(item.numel for item in residents)
-    return Plan(state, slot_bytes(blocks, config), exchange, device + 12 * resident, staging)
+    resident = sum(item.numel * (12 + item.dtype.itemsize) for item in residents)
+    return Plan(state, slot_bytes(blocks, config), device + resident, staging)
 
 
 def with_room(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> ZenFlowConfig:
@@ -70,51 +75,38 @@ def with_room(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) 
     if not config.room_is_open:
         return config
     choices = [config.replace(max_update_interval=room) for room in config.rooms]
-    available = available_host_bytes()
-    fitting = (choice for choice in choices if plan(named, choice).host <= SPARE * available)
+    available, device = available_host_bytes(), named[0][1].device
+    fitting = (choice for choice in choices if plan(named, choice).host_beside(device) <= SPARE * available)
     return next(fitting, choices[-1])
 
 
 def _copied_bytes(block: Block) -> int:
     """The largest copy that a block makes: of its gradients, or of the state of its selected channels."""
-    selected = sum(weight.selected_count * (12 * weight.length + 4) for weight in block.weights)
-    return max(block.numel * block.dtype.itemsize, selected)
+    return max(block.numel * block.dtype.itemsize, 4 * block.state_numel)
 
 
-def available_host_bytes() -> int:
-    """Memory this process can still take: the machine's, or its control group's if that is less, shared among local ranks."""
-    available = _machine_bytes()
-    for limit_file, usage_file in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        try:
-            with open(limit_file, encoding="ascii") as limit, open(usage_file, encoding="ascii") as usage:
-                available = min(available, int(limit.read()) - int(usage.read()))
-        except (OSError, ValueError):  # no control group, or no limit ("max")
-            continue
-    return max(0, available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+def check_fits(needed: Plan, device: torch.device | None = None, least: Callable[[int], int] = int) -> None:
+    """Refuse a model whose state does not fit, before anything is allocated. device: of the parameters; None: not judged.
 
-
-def _machine_bytes() -> int:
-    try:
-        with open("/proc/meminfo", encoding="ascii") as meminfo:
-            sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in meminfo}
-        return sizes["MemAvailable"]
-    except (OSError, KeyError, ValueError):
-        return 1 << 62
-
-
-def check_fits(needed: Plan, least: Callable[[int], int] = int) -> None:
-    """Refuse a model whose host state does not fit, before it is allocated. least: of a number on all ranks.
-
-    Ranks of one machine ask the same memory: none may take its share before all have asked, and none may go on alone.
+    least: of a number on all ranks. Those of one machine ask for the same memory: none takes its share before all have asked.
     """
-    available = available_host_bytes()
-    if least(available - needed.host) < 0:
+    host, available = needed.host_beside(device), available_host_bytes()
+    spare, free = available - host, 0
+    if device is not None and device.type == "cuda":
+        free = available_device_bytes(device)
+        spare = min(spare, free - needed.device)
+    if least(spare) >= 0:
+        return
+    if spare >= 0:
+        raise MemoryError(f"the optimizer state does not fit on another rank; here it needs:\n{needed.table()}")
+    if host > available:
         raise MemoryError(
-            f"the optimizer state needs {needed.host / GIB:.2f} GiB of host memory; {available / GIB:.2f} GiB are available"
-            f"{' (on this rank; on another it does not fit)' if needed.host <= available else ''}:\n"
+            f"the optimizer state needs {host / GIB:.2f} GiB of host memory; {available / GIB:.2f} GiB are available:\n"
             f"{needed.table()}\n"
             "Ways out: moments_dtype='bfloat16', a smaller update_interval, a larger topk_ratio, or a larger machine"
         )
+    raise MemoryError(
+        f"the optimizer state needs {needed.device / GIB:.2f} GiB of memory on {device}; {free / GIB:.2f} GiB are free:\n"
+        f"{needed.table()}\n"
+        "Ways out: a smaller topk_ratio, a smaller min_numel, or less on the GPU beside it"
+    )

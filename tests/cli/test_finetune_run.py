@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -259,10 +260,13 @@ def test_a_run_without_finite_losses_is_given_up(finetune, sums, tmp_path, monke
         "stallfree.cli.finetune.train.token_losses",
         lambda *args: token_losses(*args) * (1.0 if next(calls) < 3 else float("nan")),
     )
-    code, _, err = finetune(data=sums, steps=20, **QUICK)
+    code, out, err = finetune(data=sums, steps=20, **QUICK)
     assert code == 2
+    assert "step 4 was skipped: gradients not finite in" in out
+    assert "q_proj" in out
     assert "the loss was not finite in 5 steps up to 8: lower --lr or raise --warmup, and add --overwrite" in err
     assert metrics(tmp_path / "out", "step")[-1]["skipped_steps"] == 5
+    assert metrics(tmp_path / "out", "step")[-1]["last_skipped_call"] == 8
 
 
 @pytest.mark.parametrize(
@@ -449,6 +453,30 @@ def test_several_processes_are_refused(finetune, sums, monkeypatch):
     code, _, err = finetune(data=sums)
     assert code == 2
     assert "trains on one device: start it without torchrun" in err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_process_that_is_told_to_end_saves_and_says_how_to_go_on(sums, tmp_path, number):
+    """As by a scheduler: the exit code is the shell's for this signal, and the command that is printed works."""
+    run = {"data": sums, "steps": 2000, "eval_every": 0} | QUICK
+    arguments = [text for name, value in run.items() for text in (flag(name), str(value))]
+    start = ["finetune", "--model", "tiny", "--dtype", "float32", *arguments, "--output", str(tmp_path / "cut off")]
+    code = f"import sys; from stallfree.cli import main; sys.exit(main({start}))"
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
+    log = tmp_path / "cut off" / "metrics.jsonl"
+    while not log.exists() or log.read_text().count('"kind": "step"') < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (128 + number, "")
+    assert f"{number.name}: finishing this step, then saving" in out
+    step = int(re.search(r"stopped after step (\d+) of 2000; to continue:", out)[1])
+    assert len(metrics(tmp_path / "cut off", "step")) == step
+    assert shlex.split(out.splitlines()[-1]) == ["stallfree", "finetune", "--resume", "--output", str(tmp_path / "cut off")]
+    assert list((tmp_path / "cut off" / "checkpoints").glob("checkpoint-*"))
 
 
 @pytest.mark.slow

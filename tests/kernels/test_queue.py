@@ -56,7 +56,7 @@ def start(kind):
         queue.close()
 
 
-def make_block(seed=0, dtype=torch.bfloat16, moments=torch.float32, rule="replay", shapes=SHAPES, exchange=True):
+def make_block(seed=0, dtype=torch.bfloat16, moments=torch.float32, rule="replay", shapes=SHAPES):
     rnd = torch.Generator().manual_seed(seed)
 
     def weight(channels, length, selected, number):
@@ -71,11 +71,17 @@ def make_block(seed=0, dtype=torch.bfloat16, moments=torch.float32, rule="replay
         )
 
     weights = tuple(weight(*shape, number) for number, shape in enumerate(shapes))
-    places, rows = sum(shape[2] for shape in shapes), sum(shape[0] - shape[2] for shape in shapes)
-    flats = [torch.rand(sum(length * selected for _, length, selected in shapes), generator=rnd) for _ in range(3)]
+    return HostBlock(weights, RECORD_START, rule, dtype)
+
+
+def make_exchange(block, seed=0):
+    rnd = torch.Generator().manual_seed(seed)
+    places, rows = sum(w.selected for w in block.weights), sum(len(w.deferred) for w in block.weights)
+    numel = sum(w.selected * w.master.shape[1] for w in block.weights)
+    flats = [torch.rand(numel, generator=rnd) for _ in range(3)]
     counts = torch.randint(4, 9, (places,), generator=rnd, dtype=torch.int32)
     numbers, nobody = torch.zeros(2 * places + rows, dtype=torch.int32), torch.full((places,), -1, dtype=torch.int32)
-    return HostBlock(weights, RECORD_START, rule, dtype, HostExchange(*flats, counts, numbers, nobody) if exchange else None)
+    return HostExchange(*flats, counts, numbers, nobody)
 
 
 def make_calls(block, count, divided=True, seed=0):
@@ -97,10 +103,10 @@ def make_window(block, calls=None, **changes):
     return work._replace(**changes)
 
 
-def choose(block, seed):
-    """What comes down after a selection, written into the block's memory."""
+def choose(block, exchange, seed):
+    """What comes down after a selection, written into the exchange's memory."""
     rnd = torch.Generator().manual_seed(seed)
-    exchange, chosen, deferred, moved, first = block.exchange, [], [], [], 0
+    chosen, deferred, moved, first = [], [], [], 0
     for weight in block.weights:
         order = torch.randperm(len(weight.every), generator=rnd)
         before = exchange.selected[first : first + weight.selected]
@@ -185,16 +191,18 @@ def test_queues_agree_on_a_history(dtype, moments, rule):
     results = []
     for kind in ("torch", "native"):
         block, memory = make_block(1, dtype, moments, rule), []
+        exchange = make_exchange(block)
         queue = make_queue(kind, word())
         for window in range(6):
             calls = make_calls(block, 1 + window % 3, window > 0, seed=window)
             memory.append(calls)
             if window % 2 == 0:
-                choose(block, seed=window)
+                choose(block, exchange, seed=window)
+            merged = exchange if window % 2 == 0 else None
             places = (0, 2) if window == 3 else None
-            changes = dict(divided=window > 0, merge=window % 2 == 0, places=places, publish=window != 4)
+            changes = dict(divided=window > 0, exchange=merged, places=places, publish=window != 4)
             finish(queue, make_window(block, calls, **changes))
-        results.append((block.weights, block.exchange, memory))
+        results.append((block.weights, exchange, memory))
         queue.close()
     assert_same_bits(*results)
 
@@ -202,11 +210,11 @@ def test_queues_agree_on_a_history(dtype, moments, rule):
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_a_merge_files_who_leaves_and_brings_who_arrives(start, moments):
     block = make_block(moments=moments, shapes=((5, 2, 2),))
-    (weight,), exchange = block.weights, block.exchange
+    (weight,), exchange = block.weights, make_exchange(block)
     before, state = copy.deepcopy(weight), copy.deepcopy(exchange)
     exchange.numbers.copy_(torch.tensor([4, 1, 0, 2, 3, 1, 0]))  # place 0 goes to channel 4; place 1 stays with 1
     exchange.selected.copy_(torch.tensor([3, 1]))
-    finish(start(), make_window(block, (), publish=False, merge=True))
+    finish(start(), make_window(block, (), publish=False, exchange=exchange))
     pairs = zip(("master", "exp_avg", "exp_avg_sq"), (2, 2, 2), strict=True)
     for name, length in pairs:
         ours, theirs = getattr(exchange, name).view(2, length), getattr(weight, name)
@@ -329,11 +337,12 @@ def test_without_overlap_all_is_done_when_submit_returns(start):
 
 
 def test_bad_windows_are_refused(start):
-    queue, block, alone = start(), make_block(), make_block(exchange=False)
+    queue, block = start(), make_block()
+    short = make_exchange(block)._replace(numbers=torch.zeros(3, dtype=torch.int32))
     call = make_calls(block, 1)[0]
     for work, message in (
         (make_window(block, ()), "needs a call to publish"),
-        (make_window(alone, merge=True), "an exchange for a merge"),
+        (make_window(block, exchange=short), "numbers must be of shape"),
         (make_window(block, (call._replace(memory=call.memory[1:]),)), "of 845 elements"),
         (make_window(block, (call._replace(memory=call.memory.float()),)), "bfloat16"),
         (make_window(block, (call._replace(hypers=(HYPER,)),)), "3 weights need as many hypers"),

@@ -17,6 +17,7 @@ from stallfree.config import ZenFlowConfig
 from stallfree.engine.sharding import Groups, check_sharding, groups_of, shard_of
 from stallfree.kernels.block import Segment
 
+ALIGNMENT = 64  # elements
 STATE = ("master", "exp_avg", "exp_avg_sq")  # AdamW's, of an element
 TABLE_NAMES = re.compile(r"embed|wte|wpe|word_embeddings|lookup|lm_head", re.IGNORECASE)
 TABLE_ROWS, TABLE_RATIO = 8192, 8  # an unnamed parameter with that many rows, that many times its columns, is a table too
@@ -102,6 +103,22 @@ class Block:
     @property
     def shards(self) -> list[Tensor]:
         return [weight.shard for weight in self.weights]
+
+    @property
+    def state_numel(self) -> int:
+        """fp32 words of the selected channels' state: three times their elements, aligned, and a step count for each."""
+        numel = sum(weight.selected_count * weight.length for weight in self.weights)
+        return 3 * aligned(numel) + sum(weight.selected_count for weight in self.weights)
+
+    @property
+    def exchange_bytes(self) -> int:
+        """Of a hand-over: the state, and by channel what becomes of it."""
+        places, channels = (sum(getattr(w, name) for w in self.weights) for name in ("selected_count", "channels"))
+        return 4 * (self.state_numel + places + channels) if places else 0
+
+
+def aligned(numel: int) -> int:
+    return -(-numel // ALIGNMENT) * ALIGNMENT
 
 
 def describe(name: str, param: Tensor) -> str:

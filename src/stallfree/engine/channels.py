@@ -84,16 +84,14 @@ class Channels:
         """The part of it in deferred channels: `[weights]` fp64."""
         return self._sums(torch.where(self.deferred, self.squares, 0.0))
 
-    def add_up(self, ranks: RankSums, residents: Sequence[Sequence[Tensor]]) -> Summed:
-        """In `step()`: sum over ranks. residents: by group, norms whose squares add up to the group's."""
+    def add_up(self, ranks: RankSums, residents: list[Tensor]) -> Summed:
+        """In `step()`: sum over ranks. residents: the norm of each group."""
         if not ranks.needed:
-            flat = [norm for norms in residents for norm in norms]
-            self.summed = Summed(self.squares, self.totals(), self.deferred_totals(), flat)
+            self.summed = Summed(self.squares, self.totals(), self.deferred_totals(), residents)
             return self.summed
-        nothing = torch.zeros((), dtype=torch.float32, device=self.device)
-        groups = [torch.stack(list(norms)).square().sum() if norms else nothing for norms in residents]
-        parts = [self.squares, self.totals().float(), self.deferred_totals().float(), *[part.view(1) for part in groups]]
-        sizes = [len(self.squares), len(self.weights), len(self.weights), len(groups)]
+        groups = [norm.square().view(1) for norm in residents]
+        parts = [self.squares, self.totals().float(), self.deferred_totals().float(), *groups]
+        sizes = [len(self.squares), len(self.weights), len(self.weights), len(residents)]
         squares, totals, deferred, norms = ranks(torch.cat(parts)).split(sizes)
         self.summed = Summed(squares, totals, deferred, list(norms.sqrt()))
         return self.summed

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from stallfree.engine import selection
-from stallfree.engine.blocks import Block
+from stallfree.engine.blocks import Block, aligned
 from stallfree.engine.channels import Channels
 from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, Targets, targets
-
-ALIGNMENT = 64  # elements
 
 Layouts = dict[tuple[Segment, ...], BlockLayout]
 
@@ -55,12 +53,16 @@ class SelectedState:
         self.chosen = self._layout([weight.selected_count for weight in block.weights], layouts)
         for layout in {self.nobody, self.chosen}:
             kernel.warm_up(layout, block.dtype)
-        self._stride = -(-self.chosen.selected_numel // ALIGNMENT) * ALIGNMENT
-        self.memory = torch.zeros(3 * self._stride + self.chosen.places, dtype=torch.float32, device=self.device)
+        self._stride = aligned(self.chosen.selected_numel)
+        self.memory = torch.zeros(block.state_numel, dtype=torch.float32, device=self.device)
         self.master, self.exp_avg, self.exp_avg_sq, self.steps = self.parts(self.memory)
         numbers = 2 * self.chosen.places + self.chosen.deferred_channels if self.chosen.places else 0
         self.numbers = torch.empty(numbers, dtype=torch.int32, device=self.device)  # of a hand-over, on their way down
         self.gradient = torch.empty(self.chosen.selected_numel, dtype=block.dtype, device=self.device)
+        self.nothing = torch.empty(0, dtype=torch.int64, device=self.device)
+        self._alike: dict[tuple[int, int], list[int]] = {}  # by channels and places: weights
+        for place, weight in enumerate(block.weights):
+            self._alike.setdefault((weight.channels, weight.selected_count), []).append(place)
         self.held = torch.zeros(self.chosen.places, dtype=torch.int32, device=self.device)  # the channel of each place
         self.reset()
 
@@ -78,11 +80,10 @@ class SelectedState:
 
     def reset(self) -> None:
         """As at construction: every channel is deferred."""
-        none = torch.empty(0, dtype=torch.int64, device=self.device)
         every = [torch.arange(weight.channels, dtype=torch.int64, device=self.device) for weight in self.block.weights]
         self.retention: list[Tensor | None] = [None] * len(every)
         self.score.zero_()
-        self.follow(Division.of(self.nobody, [none] * len(every), every))
+        self.follow(Division.of(self.nobody, [self.nothing] * len(every), every))
 
     def follow(self, installed: Division, handover: Handover | None = None) -> None:
         """Adopt a division: whose state is here, and who is on the move."""
@@ -131,19 +132,21 @@ class SelectedState:
 
     def select(self) -> None:
         """Choose the channels of the next window; state moves at the next call (`Exchange`)."""
-        selected, deferred, moves = [], [], []
-        for place, weight in enumerate(self.block.weights):
-            count, held = weight.selected_count, self.installed.selected[place]
-            chosen = selection.choose(self.nobody.channels_of(self.score, place), count)
-            if len(held):
-                channels, moved = selection.rearrange(held, chosen)
-                self.retention[place] = 1 - moved.float().mean()
+        selected, deferred, moves = ([self.nothing] * len(self.block.weights) for _ in range(3))
+        for (channels, count), places in self._alike.items():
+            score = torch.stack([self.nobody.channels_of(self.score, place) for place in places])
+            chosen = selection.choose(score, count)
+            if self.installed.divided:
+                held = torch.stack([self.installed.selected[place] for place in places])
+                numbers, moved = selection.rearrange(held, chosen)
+                kept = 1 - moved.float().mean(-1)
             else:
-                channels = selection.first_places(chosen, count)
-                moved = torch.ones_like(channels, dtype=torch.bool)
-            selected.append(channels)
-            moves.append(moved)
-            deferred.append(selection.first_places(~chosen, weight.channels - count))
+                numbers = selection.first_places(chosen, count)
+                moved, kept = torch.ones_like(numbers, dtype=torch.bool), None
+            rest = selection.first_places(~chosen, channels - count)
+            for number, place in enumerate(places):
+                selected[place], deferred[place], moves[place] = numbers[number], rest[number], moved[number]
+                self.retention[place] = None if kept is None else kept[number]
         self.follow(self.installed, Handover(Division.of(self.chosen, selected, deferred), tuple(moves)))
 
     def read_weights(self, place: int) -> None:

@@ -11,40 +11,45 @@ import torch
 from torch import Tensor
 
 from stallfree.engine.device import SelectedState
+from stallfree.engine.slots import Slot, SlotPool
 from stallfree.engine.streams import Point
 from stallfree.engine.transfer import Arrival, Link
 from stallfree.kernels.windows import HostExchange
 
 
 class Exchange:
-    """One block's way from half to half. One hand-over at a time."""
+    """One block's way from half to half, through a slot of the pool. One hand-over at a time."""
 
-    def __init__(self, half: SelectedState, link: Link) -> None:
-        self.half, self.link = half, link
-        layout = half.chosen
-        self.state = link.host_empty((half.memory.numel(),), torch.float32)
-        numbers = link.host_empty((2 * layout.places + layout.deferred_channels,), torch.int32)
-        selected = torch.full((layout.places,), -1, dtype=torch.int32, device="cpu")
-        self.host = HostExchange(*half.parts(self.state), numbers, selected)
+    def __init__(self, half: SelectedState, link: Link, pool: SlotPool) -> None:
+        self.half, self.link, self.pool = half, link, pool
+        self.selected = torch.full((half.chosen.places,), -1, dtype=torch.int32, device="cpu")  # the host's knowledge
         self.arrival: Arrival | None = None  # the state, on its way up already
-        self._free: Point | None = None  # when the device has read what arrived
+        self._slot: Slot | None = None
 
-    def send(self) -> None:
-        """After a selection, to the host, which merges after the replay."""
-        half = self.half
+    @property
+    def state(self) -> Tensor:
+        """The state under way, in host memory."""
+        assert self._slot is not None
+        return self._slot.rows(torch.float32, self.half.memory.numel())
+
+    def send(self) -> HostExchange:
+        """After a selection, to the host, which is to merge this after the replay."""
+        half, link = self.half, self.link
         assert half.handover is not None
         division, moved = half.handover.division, half.handover.moved
         torch.cat([division.targets.selected, division.targets.deferred, *(mask.int() for mask in moved)], out=half.numbers)
-        self.link.down(half.numbers, self.host.numbers, self._free)
-        if half.installed.layout.places:
-            self.link.down(half.memory, self.state, self._free)
+        self._slot = slot = self.pool.take(half.block.exchange_bytes)
+        numbers = slot.memory[half.memory.nbytes :][: half.numbers.nbytes].view(torch.int32)
+        link.down(half.numbers, numbers, slot.after)  # the host writes the state after it has seen these
+        if half.installed.divided:
+            link.down(half.memory, self.state, slot.after)
+        return HostExchange(*half.parts(self.state), numbers, self.selected)
 
     def receive(self, work: Point | None) -> None:
         """Let the device take over the state of arriving channels, once the host is done. Their weights are not shown yet."""
         arrival, self.arrival = self.arrival, None
         with self.link.up(self.state, work, arrival) as state:
             self._take_over(state)
-        self._free = self.link.read_up()
 
     def receive_now(self) -> None:
         """The same, when the host is done already."""
@@ -54,18 +59,10 @@ class Exchange:
         self._take_over(self.link.send(self.state))
 
     def _take_over(self, state: Tensor) -> None:
-        half, layout = self.half, self.half.chosen
+        half = self.half
         assert half.handover is not None
-        *flats, steps = half.parts(state)
-        *mine, my_steps = half.parts(half.memory)
-        for place, moved in enumerate(half.handover.moved):
-            for new, old in zip(flats, mine, strict=True):
-                rows = layout.selected_rows(old, place)
-                torch.where(moved.unsqueeze(1), layout.selected_rows(new, place), rows, out=rows)
-            counts = layout.places_of(my_steps, place)
-            torch.where(moved, layout.places_of(steps, place), counts, out=counts)
+        assert self._slot is not None
+        half.memory.copy_(state)  # whoever stays comes back as it went: no step came in between
         half.follow(half.handover.division)
-
-    @property
-    def nbytes(self) -> int:
-        return self.state.nbytes + self.host.numbers.nbytes
+        self.pool.give([self._slot], self.link.read_up())
+        self._slot = None

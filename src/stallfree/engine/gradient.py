@@ -173,6 +173,18 @@ def _sub_(self: Tensor, other: Any, alpha: float = 1) -> Tensor:
     return _add_(self, other, -alpha)
 
 
+def _unscale_(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
+    """What torch.amp.GradScaler asks: undo the scaling of the loss, and note on the device whether anything is not finite."""
+    handles = [grad for grad in grads if isinstance(grad, StagedGradient)]
+    norms = torch.stack([handle.staged.norm() for handle in handles])
+    for handle in handles:
+        handle.staged.scale(inv_scale)
+    found_inf.copy_(torch.maximum(found_inf, (~torch.isfinite(norms)).any()))
+    plain = [grad for grad in grads if not isinstance(grad, StagedGradient)]
+    if plain:
+        torch._amp_foreach_non_finite_check_and_unscale_(plain, found_inf, inv_scale)
+
+
 def _to_copy(
     self: StagedGradient, *, dtype: torch.dtype | None = None, device: torch.device | None = None, **_: Any
 ) -> StagedGradient:
@@ -204,6 +216,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.add_.Scalar: _add_,
     aten.sub_.Tensor: _sub_,
     aten.sub_.Scalar: _sub_,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale_,
     aten._to_copy.default: _to_copy,
     aten.zero_.default: _zero_,
     aten._foreach_zero_.default: _foreach(_zero_, torch.Tensor.zero_),

@@ -18,7 +18,7 @@ from stallfree.engine.pace import Mark, Pace
 from stallfree.engine.streams import Point, Timeline
 from stallfree.kernels import host_kernel, host_queue
 from stallfree.kernels.device import Hyper
-from stallfree.kernels.queue import HostError
+from stallfree.kernels.queue import HostError, WindowTimes
 from stallfree.kernels.replay import ReplayJob, SlotGradient
 from stallfree.kernels.windows import HostWeight, WindowWork
 
@@ -134,6 +134,10 @@ class HostWorker:
         """Wait for what was submitted, unless something failed."""
         with suppress(HostError):
             self.queue.drain()
+
+    def history(self) -> list[WindowTimes]:
+        """When the last windows were worked on."""
+        return self.queue.history()
 
     def close(self) -> None:
         """End the threads; what waits for the device still is given up. Idempotent."""

@@ -6,6 +6,7 @@ residents and selected channels, close windows. Nothing here decides by timing; 
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import threading
 import time
@@ -36,8 +37,9 @@ from stallfree.engine.window import BlockState, CollectedCall, WeightState, Wind
 from stallfree.kernels import block_kernel
 from stallfree.kernels.block import Update
 from stallfree.kernels.device import Hyper
+from stallfree.kernels.queue import FORKED
 from stallfree.kernels.replay import ReplayJob
-from stallfree.kernels.windows import Call, WindowWork
+from stallfree.kernels.windows import Call, HostExchange, WindowWork
 from stallfree.telemetry.meter import Meter
 
 Hypers = dict[int, Hyper]  # by id of the parameter: tensors are slow to look up
@@ -78,6 +80,7 @@ class Engine:
         self.failed: BaseException | None = None
         self.closed = False
         self.groups: list[ResidentGroup] = []
+        self._kinds: list[tuple[str, ...]] = []  # of parameters: of each norm that a call is judged by
         self._layouts: Layouts = {}
         self._sums = RankSums([], device)  # in the order of `Channels.add_up`
         self.agreement = Agreement([])
@@ -111,8 +114,11 @@ class Engine:
     def check_joining(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Refuse more parameters that cannot be trained, or not here, or that there is no memory for."""
         check_trainable(named, self.device)
+        needed = planner.plan(named, self.config)
+        if self.blocks:  # room for copies is there
+            needed = dataclasses.replace(needed, device_staging=0)
         ranks = Agreement(param for _, param in named)
-        planner.check_fits(planner.plan(named, self.config), lambda number: ranks.least(number, self.device))
+        planner.check_fits(needed, self.device, lambda number: ranks.least(number, self.device))
 
     def take(self, residents: Sequence[Sequence[Resident]], blocks: Sequence[Block]) -> None:
         """The same, with residents and weights grouped already, and the weights' keys in the order of the blocks."""
@@ -131,6 +137,7 @@ class Engine:
         trained = [*(resident.param for group in residents for resident in group), *(weight.param for weight in split)]
         self._take_over(trained)
         self._adamw = None
+        self._kinds = [*(group.kinds for group in self.groups), *((weight.kind,) for weight in self.channels.weights)]
         for param in trained:
             self.managed[id(param)] = (param, written(param))
         staging = weakref.ref(self.staging)
@@ -192,8 +199,9 @@ class Engine:
             raise
 
     def _update(self, hypers: Hypers) -> None:
+        self.link.follow()
         present = [group.gather() for group in self.groups]
-        skip, factors, record = self._judge(self.channels.add_up(self._sums, [group.norms() for group in self.groups]))
+        skip, factors, record = self._judge(self.channels.add_up(self._sums, [group.norm() for group in self.groups]))
         self._show_coming()
         for block in sorted(self.blocks, key=lambda block: block.exchange is None or block.exchange.arrival is None):
             self._publish_due(block)  # first where there is something on the device that keeps others from coming up
@@ -237,12 +245,12 @@ class Engine:
         present = tuple(gradient.weight.key for gradient in staged)
         scales = self._scales()
         parts = [torch.stack(summed.residents)] if summed.residents else []
-        if staged:
+        if self.weights:
             split = summed.norms() if scales is None else summed.norms() * scales.abs()
             some = len(staged) < len(self.weights)
             parts.append(torch.where(channels.masks(present)[0], split, 0.0) if some else split)
-        norm = torch.linalg.vector_norm(torch.cat(parts)) if parts else torch.zeros((), dtype=torch.float32, device=self.device)
-        norm = self.agreement.mean(norm)
+        all_norms = torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float32, device=self.device)
+        norm = self.agreement.mean(torch.linalg.vector_norm(all_norms))
         finite = torch.isfinite(norm)
         skip = torch.zeros_like(finite) if self.config.update_in_backward else ~finite
         clip = self._one
@@ -255,7 +263,8 @@ class Engine:
         torch.cat(parts, out=values)
         if staged and self.config.topk_ratio:
             channels.update_scores(scales, present, self.config.score_decay, skip)
-        self.meter.judge(norm, skip, [gradient.weight for gradient in staged], summed)
+        self.meter.judge(norm, [gradient.weight for gradient in staged], summed)
+        self.meter.judge_skip(self.clock.call, skip, all_norms, self._kinds)
         self.link.down(values, slot)
         return skip, values[1:], slot
 
@@ -302,6 +311,8 @@ class Engine:
         calls, block.open = [collected for collected in block.open if collected.slot is not None] or block.open[:1], []
         if calls[0].slot is None:  # no gradient in the whole window; its masters are published all the same
             memory = block.take_slot()
+            assert block.filling is not None
+            self.link.hold_gates(block.filling.after)  # the host is the first to write it
             calls = [CollectedCall(calls[0].call, calls[0].record, calls[0].hypers, block.filling, memory)]
             block.filling = None
         window = Window(calls, due, self.config.lookahead_at(block.schedule.interval), block.half.installed)
@@ -316,14 +327,14 @@ class Engine:
         if not half.chosen.places:
             return
         half.select()
+        self.meter.reselections += 1
         assert half.handover is not None
         rounds = window.due > self.clock.call + 1  # lag > 1: whether anyone moves decides when the window is due
         if rounds and not any(bool(moved.any()) for moved in half.handover.moved):
             half.follow(half.installed)
             return
         assert block.exchange is not None
-        block.exchange.send()
-        window.hands_over = True
+        window.hands_over, window.exchange = True, block.exchange.send()
         window.due = min(window.due, self.clock.call + 1)  # who moves must be there when the device updates next
 
     def _replay(self, closing: Sequence[tuple[BlockState, Window]]) -> None:
@@ -333,7 +344,7 @@ class Engine:
             early, block.early = block.early, None
             places = None if early is None else tuple(set(range(len(block.weights))) - early.places)
             calls = tuple(self._call(block, collected) for collected in window.calls)
-            works.append(self.host_work(block, calls, window.division.divided, window.lookahead, places, window.hands_over))
+            works.append(self.host_work(block, calls, window.division.divided, window.lookahead, places, window.exchange))
         for (block, window), work in zip(closing, self.worker.submit(works), strict=True):
             window.work = block.work = work
 
@@ -348,11 +359,11 @@ class Engine:
         divided: bool,
         lookahead: float,
         places: tuple[int, ...] | None,
-        merge: bool = False,
+        exchange: HostExchange | None = None,
     ) -> WindowWork:
         pause = self.delay("worker") if self.delay else 0.0
         gates = self.link.gates()
-        return WindowWork(block.host, calls, divided, lookahead, True, label(block), gates, places, merge, pause)
+        return WindowWork(block.host, calls, divided, lookahead, True, label(block), gates, places, exchange, pause)
 
     def run(self, state: WeightState, job: ReplayJob) -> None:
         """Do one job now, after whatever the host has still to do."""
@@ -375,7 +386,7 @@ class Engine:
                     return
         for block, window in self._coming:
             exchange = block.exchange
-            if window.hands_over and exchange is not None and exchange.arrival is None:
+            if exchange is not None and exchange.arrival is None and window.hands_over and block.half.handover is not None:
                 exchange.arrival = self.link.begin_up(exchange.state, window.work)
                 if exchange.arrival is None:
                     return
@@ -436,6 +447,8 @@ class Engine:
     # Refusals and the end
 
     def check_usable(self) -> None:
+        if not self.belongs_here:
+            raise RuntimeError(FORKED)
         if self.failed is not None:
             raise RuntimeError(
                 "an earlier step failed, and the optimizer's state is not whole; resume from a checkpoint"

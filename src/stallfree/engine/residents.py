@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stallfree.engine.blocks import STATE, Resident
+from stallfree.engine.blocks import STATE, Resident, kind_of
 from stallfree.engine.device import adopt_weights
 from stallfree.engine.sharding import Groups, gradient_of
 from stallfree.kernels.block import BlockLayout, Part, Segment
@@ -52,6 +52,7 @@ class ResidentGroup:
         self._gradient = torch.empty_like(self.master, dtype=dtype)
         self._parts = [self.part(self._gradient, place) for place in range(len(residents))]
         self._numel = sum(resident.numel for resident in residents)
+        self.kinds = tuple(dict.fromkeys(kind_of(resident.name, resident.param) for resident in residents))
         self._there: list[int] = []  # places of those that have a gradient
         # What kernels see of parameters with other strides, each of which stands alone.
         self._plain = None if residents[0].contiguous else residents[0].shard.detach().contiguous()
@@ -88,12 +89,17 @@ class ResidentGroup:
             self._plain.copy_(self.residents[0].shard.detach())
         return [grad is not None and grad.numel() > 0 for grad in grads]
 
-    def norms(self) -> list[Tensor]:
-        """Scalars whose squares add up to that of the norm of the gradients gathered last."""
+    def norm(self) -> Tensor:
+        """L2 norm of the gradients gathered last: fp32 scalar on the device."""
+        norm: Tensor
         if len(self._there) == len(self.residents):  # as a whole
-            return [torch.linalg.vector_norm(self._gradient[: self._numel], dtype=torch.float32)]
-        parts = [self._parts[place] for place in self._there]
-        return list(torch._foreach_norm(parts, 2, torch.float32)) if parts else []
+            norm = torch.linalg.vector_norm(self._gradient[: self._numel], dtype=torch.float32)
+        elif self._there:
+            parts = [self._parts[place] for place in self._there]
+            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, torch.float32)))
+        else:
+            norm = torch.zeros((), dtype=torch.float32, device=self.layout.device)
+        return norm
 
     def scatter(self) -> None:
         """After AdamW."""

@@ -121,12 +121,10 @@ class SlotPool:
         for slot in slots:
             self._room.give(slot.start, slot.size, after)
 
-    def holds(self, value: object) -> bool:
-        """Whether something is a tensor in the pool's memory."""
-        if not isinstance(value, Tensor) or value.device.type != "cpu":
-            return False
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is in here."""
         begins = ((torch.frombuffer(chunk, dtype=torch.uint8).data_ptr(), len(chunk)) for _, chunk in self._chunks)
-        return any(begin <= value.data_ptr() < begin + size for begin, size in begins)
+        return any(begin <= tensor.data_ptr() < begin + size for begin, size in begins)
 
     @property
     def nbytes(self) -> int:
@@ -138,11 +136,19 @@ def pages(nbytes: int) -> int:
 
 
 def slot_bytes(blocks: Sequence[Block], config: ZenFlowConfig) -> int:
-    """How large a pool has to be for these blocks: worked out by playing calls at the largest S."""
+    """How large a pool has to be for these blocks: worked out by playing calls at the largest S, a selection at each close."""
     room, most = Room(), 0
     room.add(1 << 62)
-    whole = [pages(block.numel * block.dtype.itemsize) for block in blocks]
-    divided = [pages(block.deferred_numel * block.dtype.itemsize) for block in blocks]
+
+    def take(size: int) -> list[tuple[int, int]]:
+        nonlocal most
+        if not size:
+            return []
+        found = room.take(pages(size))
+        assert found is not None
+        most = max(most, found[0] + pages(size))
+        return [(found[0], pages(size))]
+
     warm_up = min(MIN_WARM_UP if config.full_warm_up_rounds == "auto" else config.full_warm_up_rounds, 2)
     clock = Clock(config.max_update_interval, warm_up)
     schedules = [BlockSchedule(block.phase) for block in blocks]
@@ -151,20 +157,19 @@ def slot_bytes(blocks: Sequence[Block], config: ZenFlowConfig) -> int:
     selected = [False] * len(blocks)
     for _ in range(warm_up + 3 * (config.max_update_interval + config.lag)):
         clock.tick(0.0)
-        for place in reversed(range(len(blocks))):
-            size = (divided if selected[place] else whole)[place]
-            found = room.take(size)
-            assert found is not None
-            open_[place].append((found[0], size))
-            most = max(most, found[0] + size)
-        for place, schedule in enumerate(schedules):
-            if schedule.closes(clock):
-                selected[place] = selected[place] or schedule.wants_selection(clock, 1)
-                queues[place].append((schedule.close(clock, config.lag), open_[place]))
-                open_[place] = []
-            due = [window for window in queues[place] if window[0] <= clock.call]
-            queues[place] = queues[place][len(due) :]
-            for _, pieces in due:
-                for start, size in pieces:
-                    room.give(start, size, None)
+        for place, block in reversed(list(enumerate(blocks))):
+            open_[place] += take((block.deferred_numel if selected[place] else block.numel) * block.dtype.itemsize)
+        for after_close in (False, True):
+            for place, (block, schedule) in enumerate(zip(blocks, schedules, strict=True)):
+                if after_close and schedule.closes(clock):
+                    due, exchange = schedule.close(clock, config.lag), []
+                    if schedule.wants_selection(clock, 1):
+                        selected[place], due, exchange = True, min(due, clock.call + 1), take(block.exchange_bytes)
+                    queues[place].append((due, open_[place] + exchange))
+                    open_[place] = []
+                published = [window for window in queues[place] if window[0] <= clock.call]
+                queues[place] = queues[place][len(published) :]
+                for _, pieces in published:
+                    for start, size in pieces:
+                        room.give(start, size, None)
     return most

@@ -37,6 +37,7 @@ class Staging:
         """After each accumulation into a weight's `.grad`."""
         if self.engine.delay:
             self.engine.lose_time("hook")
+        self.engine.link.follow()
         state.passes_seen += 1
         if type(gradient_of(state.weight.param)) is StagedGradient:  # it was added to what is staged already
             return
@@ -58,6 +59,7 @@ class Staging:
                 "stronghold) cannot take an update back; call step() after every backward, or use preset zero-offload"
             )
         state.staged, state.passes_seen = None, 0
+        state.block.surprised = True
         self._not_ready(state)
 
     def _not_ready(self, state: WeightState) -> None:
@@ -76,7 +78,8 @@ class Staging:
             grads.append(grad)
         if not block.missing:
             self.stage(block, grads)
-            self.engine.show_arrived(block)
+            if block.finished:
+                self.engine.show_arrived(block)
 
     @torch.no_grad()
     def stage(self, block: BlockState, grads: Sequence[Tensor | None]) -> None:
@@ -96,6 +99,7 @@ class Staging:
                     )
                 engine.check_unmoved(weight.param)
                 keep_until_read(grad, weight.param)
+                engine.link.hold(grad)
                 dense[place] = grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
                 places.append(place)
         if not places:
@@ -114,10 +118,10 @@ class Staging:
 
     def _fill(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Take gradients apart and bring the deferred rows down: in one copy, if they are all there are."""
-        link, half, first = self.engine.link, block.half, block.filling is None
+        link, half = self.engine.link, block.half
         target, layout = block.take_slot(), half.division.layout
         assert block.filling is not None
-        after = block.filling.after if first else None
+        after = block.filling.after
         with link.staging(target) as staged:
             half.split(grads, staged)
             if len(places) == len(layout.segments):
@@ -159,6 +163,7 @@ class Staging:
         for block in engine.blocks:
             grads = [self._left(state) for state in block.weights]
             if any(grad is not None for grad in grads):
+                block.surprised = True
                 self.stage(block, grads)
 
     def _check_mine(self, param: nn.Parameter, staged: Staged) -> None:
@@ -241,6 +246,7 @@ class Staging:
         if _is_early(state):
             self._refuse_change(staged)
         engine.meter.restages += not staged.zero
+        state.block.surprised = True
         total = self.full_gradient(staged).add_(grad, alpha=alpha)
         block, call = state.block, engine.clock.call + 1
         grads: list[Tensor | None] = [None] * len(block.weights)

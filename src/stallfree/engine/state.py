@@ -172,14 +172,8 @@ def _export_window(window: Window, state: WeightState) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def abandon(engine: Engine, loaded: Checkpoint) -> None:
-    """Let go of all that is under way: it belongs to the state that is given up, and so do the gradients in `.grad`.
-
-    What is to be loaded may have been exported by this very engine, and lie in slots that are free from here on.
-    """
-    for param, entry in loaded.entries.items():
-        flying = {name: tuple(_kept(engine, part) for part in entry[name]) for name in ("slots", "windows") if name in entry}
-        loaded.entries[param] = entry | flying
+def abandon(engine: Engine) -> None:
+    """Let go of all that is under way: it belongs to the state that is given up, and so do the gradients in `.grad`."""
     for block in engine.blocks:
         block.settle()
         if block.early is not None:
@@ -195,10 +189,6 @@ def abandon(engine: Engine, loaded: Checkpoint) -> None:
             block.filling = None
     for param, _ in engine.managed.values():
         param.grad = None
-
-
-def _kept(engine: Engine, part: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.clone() if engine.pool.holds(value) else value for name, value in part.items()}
 
 
 @torch.no_grad()
@@ -217,9 +207,23 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
         else:  # nothing had happened: weights, settings and the division into blocks say it all
             resident.reset()
         engine.see(param)
+    entries = {param: _apart(engine, checkpoint.entries[param]) for param in engine.weights}
     for block in engine.blocks:
-        _load_block(engine, block, [checkpoint.entries[param] for param in block.params])
-    engine.await_windows()
+        _load_block(engine, block, [entries[param] for param in block.params])
+    with engine.link.device_guard():
+        engine.await_windows()
+
+
+def _apart(engine: Engine, entry: Entry) -> Entry:
+    """An entry, without memory of the slots that loading fills: it may be this optimizer's own."""
+
+    def copied(value: Any) -> Any:
+        return value.clone() if isinstance(value, Tensor) and engine.pool.holds(value) else value
+
+    in_flight = {name: entry[name] for name in ("slots", "windows")}
+    return entry | {
+        name: tuple({key: copied(value) for key, value in part.items()} for part in parts) for name, parts in in_flight.items()
+    }
 
 
 def _load_resident(resident: ResidentState, saved: Entry) -> None:
@@ -231,6 +235,7 @@ def _load_resident(resident: ResidentState, saved: Entry) -> None:
 
 def _load_block(engine: Engine, block: BlockState, entries: list[Entry]) -> None:
     block.expect()
+    block.regular = False  # nothing is known of the last call
     block.schedule = BlockSchedule(entries[0]["phase"])
     if not engine.clock.call:
         block.reset()
@@ -252,7 +257,7 @@ def _load_half(block: BlockState, entries: list[Entry]) -> None:
     half.follow(_division(block, selected))
     if block.exchange:
         here = torch.cat(selected).to("cpu")
-        block.exchange.host.selected.copy_(here) if half.installed.divided else block.exchange.host.selected.fill_(-1)
+        block.exchange.selected.copy_(here) if half.installed.divided else block.exchange.selected.fill_(-1)
 
 
 def _division(block: BlockState, selected: list[Tensor]) -> Division:

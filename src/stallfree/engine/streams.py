@@ -15,8 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from stallfree.limits import GIB, lockable_bytes
+
 Stream = Any  # torch.cuda.Stream, or what a stand-in for tests uses
 
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 RELEASED = 1 << 30  # how far a count jumps when nobody shall wait any more
 _HALF, _MASK = 1 << 31, (1 << 32) - 1
 
@@ -109,6 +112,14 @@ class Streams:
     def current(self) -> Stream:
         return torch.cuda.current_stream(self.device)
 
+    def current_handle(self) -> int:
+        """Of the current stream: quicker than the stream itself, and asked for in every hook."""
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index))
+
+    def hold(self, tensor: Tensor, stream: Stream) -> None:
+        """Let a tensor's memory, once it is freed, be given away only when a stream has done what it was told until then."""
+        tensor.record_stream(stream)
+
     def record(self, stream: Stream) -> Event:
         event = Event()
         event.record(stream)
@@ -132,7 +143,21 @@ class Streams:
         _call("cuStreamWaitValue32_v2", stream.cuda_stream, point.timeline.address, point.value, 0)  # 0: greater or equal
 
     def register(self, memory: Tensor) -> None:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        """Let the device reach host memory.
+
+        Raises:
+            MemoryError: the system or the driver refuses to lock so much of it.
+        """
+        try:
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+        except RuntimeError as error:
+            limit = lockable_bytes()
+            allowed = "as much as it likes" if limit is None else f"{limit / GIB:.3f} GiB"
+            raise MemoryError(
+                f"{memory.nbytes / GIB:.3f} GiB of host memory could not be registered for {self.device} ({error}); this "
+                f"process may lock {allowed} (ulimit -l). Ways out: ulimit -l unlimited; docker run --ulimit memlock=-1; a "
+                "larger memory limit of the container; a smaller max_update_interval"
+            ) from error
 
     def unregister(self, memory: Tensor) -> None:
         torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
@@ -174,6 +199,9 @@ def _functions() -> dict[str, Any]:
 def _call(name: str, *arguments: Any) -> None:
     functions = _functions()
     status = functions[name](*arguments)
+    if status == NO_CONTEXT:  # a thread that has not used the device yet
+        torch.cuda.mem_get_info()
+        status = functions[name](*arguments)
     if status:
         text = ctypes.c_char_p()
         functions["cuGetErrorString"](status, ctypes.byref(text))

@@ -100,6 +100,12 @@ class Link:
         """Whatever enqueues copies does so inside."""
         return nullcontext()
 
+    def follow(self) -> None:
+        """Note that gradients are computed on the current stream: what uses them on another one will wait for it."""
+
+    def hold(self, tensor: Tensor) -> None:
+        """Keep a tensor's memory, even if it is freed, until the current stream has read it."""
+
     def reserve(self, sizes: Sequence[int]) -> None:
         """Make room for copies of so many bytes."""
 
@@ -133,6 +139,9 @@ class Link:
     def gates(self) -> tuple[Gate, ...]:
         """What host work waits for to see everything that has been sent down so far."""
         return ()
+
+    def hold_gates(self, until: Point | None) -> None:
+        """Gates made from now on open only when a moment has passed, too."""
 
     def wait_down(self) -> None:
         """Let the launching thread wait for everything that has been sent down so far."""
@@ -180,9 +189,18 @@ class DeviceLink(Link):
         self.host, self._computed, self._came_down, self._went_up = (Timeline(words, place * LINE) for place in range(4))
         self._down_ring, self._up_ring = Ring(device), Ring(device)
         self._stream: Stream | None = None  # that computed last
+        self._handle: int | None = None  # its
+        self._several = False  # another one has computed before
 
     def device_guard(self) -> AbstractContextManager[object]:
         return self.streams.device_guard()
+
+    def follow(self) -> None:
+        self._computing()
+
+    def hold(self, tensor: Tensor) -> None:
+        if self._several:
+            self.streams.hold(tensor, self._computing())
 
     def reserve(self, sizes: Sequence[int]) -> None:
         self.streams.synchronize()  # when parameters join, the memory of what is under way is replaced
@@ -223,6 +241,11 @@ class DeviceLink(Link):
     def gates(self) -> tuple[Gate, ...]:
         return (Gate(self._came_down.address, self._came_down.value),)
 
+    def hold_gates(self, until: Point | None) -> None:
+        if until is not None and not until.passed:
+            self._wait(self.streams.to_host, until)
+            self._raise(self.streams.to_host, self._came_down)
+
     def wait_down(self) -> None:
         self.streams.synchronize(self.streams.to_host)
 
@@ -254,12 +277,14 @@ class DeviceLink(Link):
 
     def _computing(self) -> Stream:
         """The stream that computes now, ordered behind the one that did before: there is one timeline for both."""
-        stream = self.streams.current()
-        if stream != self._stream:
-            if self._stream is not None:
+        handle = self.streams.current_handle()
+        if handle != self._handle:
+            stream = self.streams.current()
+            if self._handle is not None:
                 self.streams.wait(stream, self.streams.record(self._stream))
-            self._stream = stream
-        return stream
+                self._several = True
+            self._stream, self._handle = stream, handle
+        return self._stream
 
     def _raise(self, stream: Stream, timeline: Timeline) -> Point:
         point = timeline.next()

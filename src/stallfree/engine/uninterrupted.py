@@ -1,33 +1,41 @@
-"""Calls that must not be cut in two: by Ctrl-C, or by another thread that reads or changes the optimizer's state."""
+"""Calls that must not be cut in two: by a signal, or by another thread that reads or changes the optimizer's state."""
 
 from __future__ import annotations
 
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import FrameType
+
+# Those whose handlers are known to raise: Ctrl-C, a request to stop, a data loader's dead worker, timeouts and schedulers.
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
 def uninterrupted(lock: threading.RLock) -> Iterator[None]:
-    """One thread at a time. In the main thread, the first SIGINT waits for the end of the call; a second one does not."""
+    """One thread at a time. In the main thread, signals wait for the end of the call; only a second SIGINT does not."""
     with lock:
-        handler = signal.getsignal(signal.SIGINT)
-        if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        if threading.current_thread() is not threading.main_thread():
             yield
             return
-        held: list[FrameType | None] = []
+        handlers = {number: handler for number in HELD if callable(handler := signal.getsignal(number))}
+        held: dict[int, FrameType | None] = {}
 
-        def hold(signum: int, frame: FrameType | None) -> None:
-            held.append(frame)
-            if len(held) > 1:
-                handler(signum, frame)
+        def hold(number: int, frame: FrameType | None) -> None:
+            again = number in held
+            held[number] = frame
+            if again and number == signal.SIGINT:
+                del held[number]
+                handlers[signal.SIGINT](number, frame)
 
-        signal.signal(signal.SIGINT, hold)
+        for which in handlers:
+            signal.signal(which, hold)
         try:
             yield
         finally:
-            signal.signal(signal.SIGINT, handler)
-            if len(held) == 1:
-                handler(signal.SIGINT, held[0])
+            for which, handler in handlers.items():
+                signal.signal(which, handler)
+            with ExitStack() as stack:  # all of them, whichever raises
+                for number, frame in reversed(held.items()):
+                    stack.callback(handlers[signal.Signals(number)], number, frame)

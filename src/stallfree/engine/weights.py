@@ -71,28 +71,39 @@ def _replay_now(engine: Engine, state: WeightState) -> None:
 @contextmanager
 def exact_weights(engine: Engine) -> Iterator[None]:
     """Show what `flush` would publish, commit nothing, and restore bit for bit."""
-    saved: dict[nn.Parameter, Tensor] | None = None
+    saved: list[dict[nn.Parameter, Tensor]] = []  # what training's weights are, while others are shown
     try:
         with engine.uninterrupted(), torch.no_grad():
             engine.check_usable()
             engine.refuse_early("exact_weights()")
             notice_writes(engine)
-            saved = {param: shard_of(param).detach().to("cpu", copy=True) for param in engine.weights}
+            saved.append({param: shard_of(param).detach().to("cpu", copy=True) for param in engine.weights})
             for block in engine.blocks:
                 _show_exact(engine, block)
             engine.mark_written()
             engine.paused = "inside exact_weights(): leave the context before training on"
         yield
     finally:
-        if saved is not None:
-            with engine.uninterrupted(), torch.no_grad():
-                touched = [engine.read_name(param) for param in _written_outside(engine)] if engine.paused else []
-                engine.paused = None
-                _restore(engine, saved)
-            if touched:
-                raise RuntimeError(
-                    f"weights were written inside exact_weights(), where nothing is kept: {', '.join(touched[:4])}"
-                )
+        try:
+            _leave(engine, saved)
+        except BaseException:  # of a signal that came before anything was restored, or after
+            _leave(engine, saved)
+            raise
+
+
+def _leave(engine: Engine, saved: list[dict[nn.Parameter, Tensor]]) -> None:
+    """Restore, unless that has been done."""
+    with engine.uninterrupted(), torch.no_grad():
+        if not saved:
+            return
+        touched = [engine.read_name(param) for param in _written_outside(engine)] if engine.paused else []
+        engine.paused = None
+        for param, values in saved[0].items():
+            shard_of(param).copy_(values)
+        engine.mark_written()
+        saved.clear()
+    if touched:
+        raise RuntimeError(f"weights were written inside exact_weights(), where nothing is kept: {', '.join(touched[:4])}")
 
 
 def _show_exact(engine: Engine, block: BlockState) -> None:
@@ -104,12 +115,6 @@ def _show_exact(engine: Engine, block: BlockState) -> None:
         gradients = tuple(state.gradients(block.open, division))
         engine.run(state, state.host.job(gradients, division.divided, 0.0, out, commit=False))
     _publish(engine, block, values)
-
-
-def _restore(engine: Engine, saved: dict[nn.Parameter, torch.Tensor]) -> None:
-    for param, values in saved.items():
-        shard_of(param).copy_(values)
-    engine.mark_written()
 
 
 def _written_outside(engine: Engine) -> list[nn.Parameter]:

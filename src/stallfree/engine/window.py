@@ -20,7 +20,7 @@ from stallfree.engine.streams import Point
 from stallfree.engine.transfer import Arrival, Link
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.replay import SlotGradient
-from stallfree.kernels.windows import HostBlock
+from stallfree.kernels.windows import HostBlock, HostExchange
 
 
 class WeightState:
@@ -92,6 +92,7 @@ class Window:
     due: int
     lookahead: float
     division: Division  # of its gradients; it publishes the deferred channels
+    exchange: HostExchange | None = None  # the channels that change hands after its replay
     hands_over: bool = False  # with its publish, channels arrive on the device
     work: Point | None = None  # its replay; None: done
     arrival: Arrival | None = None  # what it publishes, on its way up already
@@ -116,13 +117,12 @@ class BlockState:
         self.block, self.half, self.link, self.pool = block, half, link, pool
         self.scale = config.deferred_lr_scale
         self.weights = [WeightState(weight, self, place, config) for place, weight in enumerate(block.weights)]
-        self.exchange = Exchange(half, link) if half.chosen.places else None
+        self.exchange = Exchange(half, link, pool) if half.chosen.places else None
         self.host = HostBlock(
             weights=tuple(state.host.kept for state in self.weights),
             record_start=1 + block.weights[0].key,
             rule=config.rule,
             dtype=block.dtype,
-            exchange=self.exchange.host if self.exchange else None,
         )
         self.schedule = BlockSchedule(block.phase)
         self.filling: Slot | None = None  # the slot of the call under way
@@ -132,6 +132,8 @@ class BlockState:
         self.work: Point | None = None  # the last that the host was given; it works in order
         self.early: Early | None = None
         self.missing = len(self.weights)  # weights whose gradients are expected and not ready
+        self.surprised = False  # in the call under way, more or fewer gradients have come than were expected
+        self.regular = False  # nothing of that kind happened in the last call
 
     @property
     def phase(self) -> int:
@@ -143,8 +145,8 @@ class BlockState:
 
     @property
     def host_nbytes(self) -> int:
-        exchange = self.exchange.nbytes if self.exchange else 0
-        return sum(state.host.nbytes for state in self.weights) + exchange
+        """Of the state; slots are the pool's."""
+        return sum(state.host.nbytes for state in self.weights)
 
     def take_slot(self) -> Tensor:
         """Room for the deferred rows of the call under way."""
@@ -166,7 +168,7 @@ class BlockState:
         """As at construction, from the weights as they are now."""
         self.half.reset()
         if self.exchange:
-            self.exchange.host.selected.fill_(-1)
+            self.exchange.selected.fill_(-1)
         for state in self.weights:
             state.host.reset()
             state.passes_expected = None
@@ -182,6 +184,11 @@ class BlockState:
         if self.half.handover is not None:
             assert self.exchange is not None
             self.exchange.receive_now()
+
+    @property
+    def finished(self) -> bool:
+        """Whether this backward pass has no more use for the weights: as far as can be known, from a call without surprises."""
+        return self.regular and not self.surprised and all(state.staged is not None for state in self.weights)
 
     def due(self, call: int) -> list[Window]:
         """What is published in a call, in order: a window that is due takes earlier ones with it."""
@@ -211,6 +218,7 @@ class BlockState:
         for state in self.weights:
             state.ready = False
         self.missing = sum(state.expected for state in self.weights)
+        self.regular, self.surprised = not self.surprised, False
 
 
 @dataclass(slots=True)

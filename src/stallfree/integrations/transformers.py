@@ -16,7 +16,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from stallfree.optimizer import ZenFlowAdamW
 
-LOGGED = ("rho", "retention", "stall_ms", "skipped_steps", "bytes_down", "bytes_up")
+LOGGED = ("rho", "retention", "stall_ms", "skipped_steps", "last_skipped_call", "bytes_down", "bytes_up")
 
 
 class ZenFlowCallback(TrainerCallback):

@@ -72,6 +72,12 @@ class BlockLayout:
         self.row_starts, self.deferred_channels = _starts(segment.deferred for segment in self.segments)
         self.selected_starts, self.selected_numel = _starts(segment.selected * segment.length for segment in self.segments)
         self.deferred_starts, self.deferred_numel = _starts(segment.deferred * segment.length for segment in self.segments)
+        # Of each place and each deferred row: its number in its weight, and the first channel of its weight.
+        selected = [segment.selected for segment in self.segments]
+        deferred = [segment.deferred for segment in self.segments]
+        self.place_numbers, self.row_numbers = (_counted(sizes).to(self.device) for sizes in (selected, deferred))
+        self.first_channel_of_place = _repeated(self.channel_starts, selected).to(self.device)
+        self.first_channel_of_row = _repeated(self.channel_starts, deferred).to(self.device)
 
     def channels_of(self, flat: Tensor, index: int) -> Tensor:
         """Segment `index` of a `[sum of channels]` buffer: `[channels]`."""
@@ -108,20 +114,17 @@ def targets(layout: BlockLayout, selected: Sequence[Tensor], deferred: Sequence[
     selected, deferred: for each weight int64 `[selected]` in the order of places and `[channels - selected]` ascending,
     which together name every channel once (not checked: that would wait).
     """
-    rows = torch.empty(layout.channels, dtype=torch.int32, device=layout.device)
-    numbers = torch.arange(max((segment.channels for segment in layout.segments), default=0), device=layout.device)
-    place, row = numbers.int(), (-1 - numbers).int()
     for index, segment in enumerate(layout.segments):
         if selected[index].shape != (segment.selected,) or deferred[index].shape != (segment.deferred,):
             raise ValueError(
                 f"weight {index} divides its {segment.channels} channels into {segment.selected} selected and "
                 f"{segment.deferred} deferred, not {tuple(selected[index].shape)} and {tuple(deferred[index].shape)}"
             )
-        mine = layout.channels_of(rows, index)
-        mine.index_copy_(0, selected[index], place[: segment.selected])
-        mine.index_copy_(0, deferred[index], row[: segment.deferred])
-    nobody = numbers[:0]
-    return Targets(rows, torch.cat([nobody, *selected]).int(), torch.cat([nobody, *deferred]).int())
+    rows = torch.empty(layout.channels, dtype=torch.int32, device=layout.device)
+    places, held = torch.cat([rows[:0].long(), *selected]), torch.cat([rows[:0].long(), *deferred])
+    rows.index_copy_(0, places + layout.first_channel_of_place, layout.place_numbers)
+    rows.index_copy_(0, held + layout.first_channel_of_row, -1 - layout.row_numbers)
+    return Targets(rows, places.int(), held.int())
 
 
 class Part(NamedTuple):
@@ -272,6 +275,18 @@ def _adamw(part: Part, index: int, hyper: Hyper, factor: Tensor, skip: Tensor) -
 def _starts(sizes: Iterable[int]) -> tuple[tuple[int, ...], int]:
     ends = tuple(accumulate(sizes))
     return (0, *ends[:-1])[: len(ends)], ends[-1] if ends else 0
+
+
+def _counted(sizes: Sequence[int]) -> Tensor:
+    """0, 1, 2, ... for each size: int32."""
+    nobody = torch.empty(0, dtype=torch.int32, device="cpu")
+    return torch.cat([nobody, *(torch.arange(size, dtype=torch.int32, device="cpu") for size in sizes)])
+
+
+def _repeated(values: Sequence[int], times: Sequence[int]) -> Tensor:
+    """Each value so many times: int64."""
+    counts = torch.tensor(times, dtype=torch.int64, device="cpu")
+    return torch.repeat_interleave(torch.tensor(values, dtype=torch.int64, device="cpu"), counts)
 
 
 def _deferred(layout: BlockLayout, targets: Targets, index: int) -> Tensor:

@@ -39,10 +39,6 @@ class _Weight(ctypes.Structure):
 class _Block(ctypes.Structure):
     _fields_ = (
         ("weights", ctypes.POINTER(_Weight)),
-        ("state", ctypes.c_void_p * 3),
-        ("state_steps", ctypes.c_void_p),
-        ("numbers", ctypes.c_void_p),
-        ("selected", ctypes.c_void_p),
         ("weight_count", ctypes.c_int32),
         ("record_start", ctypes.c_int32),
         ("rule", ctypes.c_int32),
@@ -78,10 +74,6 @@ class _Registered:
             slot_dtype=DTYPES[block.dtype],
             moment_dtype=DTYPES[block.weights[0].exp_avg.dtype] if block.weights else 0,
         )
-        if (exchange := block.exchange) is not None:
-            self.struct.state[:] = [t.data_ptr() for t in (exchange.master, exchange.exp_avg, exchange.exp_avg_sq)]
-            self.struct.state_steps = exchange.steps.data_ptr()
-            self.struct.numbers, self.struct.selected = exchange.numbers.data_ptr(), exchange.selected.data_ptr()
         self.address = ctypes.addressof(self.struct)
 
 
@@ -144,18 +136,20 @@ class NativeQueue(HostQueue):
 
     def _pack(self, work: WindowWork) -> bytes:
         """As stallfree_window and what follows it."""
-        block, calls, divided, lookahead, publish, _, gates, places, merge, pause = work
+        block, calls, divided, lookahead, publish, _, gates, places, exchange, pause = work
         known = self._blocks.get(block)
         if known is None:
             known = self._blocks[block] = _Registered(block)
         check_window(work, known.numel[divided])
-        layout = _layout(len(places or ()), len(gates), len(calls), len(block.weights))
-        flags = (_DIVIDED if divided else 0) | (_PUBLISH if publish else 0) | (_MERGE if merge else 0)
+        layout = _layout(len(places or ()), len(gates), len(calls), len(block.weights), exchange is not None)
+        flags = (_DIVIDED if divided else 0) | (_PUBLISH if publish else 0) | (_MERGE if exchange is not None else 0)
         arrays: list[int | bytes] = [] if places is None else list(places)
         for address, value in gates:
             arrays += (address, value & 0xFFFFFFFF)
         for memory, record, hypers in calls:
             arrays += (memory.data_ptr(), 0 if record is None else record.data_ptr(), _pack_hypers(hypers))
+        if exchange is not None:
+            arrays += [tensor.data_ptr() for tensor in exchange]
         counts = len(calls), len(gates), -1 if places is None else len(places)
         return layout.pack(layout.size, known.address, lookahead, pause, *counts, flags, *arrays)
 
@@ -174,8 +168,9 @@ class NativeQueue(HostQueue):
 
 
 @lru_cache(maxsize=1024)
-def _layout(places: int, gates: int, calls: int, weights: int) -> struct.Struct:
-    return struct.Struct("QQdd4i" + "q" * places + "QQ" * gates + f"QQ{_HYPER.size * weights}s" * calls)
+def _layout(places: int, gates: int, calls: int, weights: int, merges: bool) -> struct.Struct:
+    after = "q" * places + "QQ" * gates + f"QQ{_HYPER.size * weights}s" * calls + "6Q" * merges
+    return struct.Struct("QQdd4i" + after)
 
 
 @lru_cache(maxsize=1024)

@@ -22,6 +22,7 @@ from torch import Tensor
 from stallfree.kernels.replay import HostKernel, check_array
 from stallfree.kernels.windows import Gate, HostBlock, WindowWork, check_block, check_window, merge, window_jobs, window_numel
 
+FORKED = "the optimizer was built before a fork and has no threads here; build it in the process that trains"
 FAR_AHEAD = 1 << 30  # tickets: where the word of a queue that failed stands
 HISTORY = 4096  # windows
 POLL_SECONDS = 2e-5
@@ -150,9 +151,7 @@ class HostQueue(ABC):
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
-            raise RuntimeError(
-                "the optimizer was built before a fork and has no threads here; build it in the process that trains"
-            )
+            raise RuntimeError(FORKED)
 
 
 class TorchQueue(HostQueue):
@@ -233,8 +232,8 @@ class TorchQueue(HostQueue):
             for job in window_jobs(work):
                 self._kernel.replay(job)
                 elements += sum(slot.grad.numel() for slot in job.slots)
-            if work.merge:
-                merge(work.block)
+            if work.exchange is not None:
+                merge(work.block, work.exchange)
             end = time.monotonic_ns()
         except BaseException as error:
             failure = HostError(f"host update of {work.names} failed: {error}\n{traceback.format_exc()}")

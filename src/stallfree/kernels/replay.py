@@ -16,6 +16,9 @@ GRADIENT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOMENT_DTYPES = (torch.float32, torch.bfloat16)
 
 
+MOST_STEPS = 2**31 - 1  # that an int32 counts
+
+
 @dataclass(frozen=True, slots=True)
 class SlotGradient:
     """The deferred gradient of one call and the settings of that call."""
@@ -76,9 +79,11 @@ class TorchReplay:
         if rows.numel() and not (int(rows[0]) >= 0 and int(rows[-1]) < len(job.master) and bool((rows.diff() > 0).all())):
             raise ValueError("rows must be strictly ascending and lie in [0, channels)")
         master, exp_avg, exp_avg_sq = job.master[rows], job.exp_avg[rows].float(), job.exp_avg_sq[rows].float()
-        steps = job.steps[rows]
+        steps, taken = job.steps[rows], _adamw_steps(job)
+        if steps.numel() and int(steps.max()) > MOST_STEPS - len(taken):
+            raise ValueError(f"a step count would exceed {MOST_STEPS}")
         published = master
-        for hyper, grad in _adamw_steps(job):
+        for hyper, grad in taken:
             steps = steps + 1
             correction1, correction2 = (1 - beta ** steps.double()[:, None] for beta in (hyper.beta1, hyper.beta2))  # [rows, 1]
             master = master * (1 - hyper.lr * hyper.weight_decay)

@@ -33,17 +33,14 @@ class HostWeight:
         return len(self.every) - len(self.deferred)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class HostExchange:
+class HostExchange(NamedTuple):
     """Contiguous memory for channels that change hands: the places of a block's weights, one weight after the other."""
 
     master: Tensor  # [sum of selected * length] fp32: the device's state, as it comes down and goes up again
     exp_avg: Tensor  # [sum of selected * length] fp32
     exp_avg_sq: Tensor  # [sum of selected * length] fp32
     steps: Tensor  # [places] int32
-    numbers: (
-        Tensor  # [2 places + deferred rows] int32: the channel of each place, of each deferred row; 1 where a place changes
-    )
+    numbers: Tensor  # [2 places + rows] int32: channel of each place, of each deferred row; 1 where a place changes hands
     selected: Tensor  # [places] int32: the channel of each place so far; -1: nobody. A merge overwrites it
 
 
@@ -55,7 +52,6 @@ class HostBlock:
     record_start: int  # weight i's factor in a call's record is record[record_start + i]
     rule: Literal["replay", "mean"]
     dtype: torch.dtype  # of gradients and published rows
-    exchange: HostExchange | None = None
 
 
 class Call(NamedTuple):
@@ -84,7 +80,7 @@ class WindowWork(NamedTuple):
     names: str  # whose update it is, for errors
     gates: tuple[Gate, ...] = ()
     places: tuple[int, ...] | None = None  # the weights to update; None: all
-    merge: bool = False  # afterwards, let channels change hands as the block's exchange says
+    exchange: HostExchange | None = None  # afterwards, let channels change hands as this says
     pause: float = 0.0  # seconds to sleep first: a place for tests to lose time in
 
 
@@ -121,10 +117,8 @@ def window_jobs(work: WindowWork) -> list[ReplayJob]:
     return jobs
 
 
-def merge(block: HostBlock) -> None:
+def merge(block: HostBlock, exchange: HostExchange) -> None:
     """File the rows of channels that leave the device with the host's, and put those of arriving ones in their places."""
-    exchange = block.exchange
-    assert exchange is not None
     places = len(exchange.selected)
     now, deferred, moved = exchange.numbers.long().split([places, len(exchange.numbers) - 2 * places, places])
     before, moved = exchange.selected.long(), moved.bool()
@@ -160,14 +154,17 @@ def check_block(block: HostBlock) -> None:
         check_array("every", weight.every, shape[:1], (torch.int64,))
     if block.rule not in ("replay", "mean") or block.dtype not in GRADIENT_DTYPES:
         raise ValueError(f'rule must be "replay" or "mean", not {block.rule!r}, and dtype one of {GRADIENT_DTYPES}')
-    if (exchange := block.exchange) is not None:
-        numel = sum(weight.selected * weight.master.shape[1] for weight in block.weights)
-        places, rows = (sum(numbers) for numbers in zip(*((w.selected, len(w.deferred)) for w in block.weights), strict=True))
-        for name in ("master", "exp_avg", "exp_avg_sq"):
-            check_array(f"the exchange's {name}", getattr(exchange, name), (numel,), (torch.float32,))
-        check_array("the exchange's steps", exchange.steps, (places,), (torch.int32,))
-        check_array("numbers", exchange.numbers, (2 * places + rows,), (torch.int32,))
-        check_array("selected", exchange.selected, (places,), (torch.int32,))
+
+
+def check_exchange(block: HostBlock, exchange: HostExchange) -> None:
+    """Raise `ValueError` unless an exchange fits its block."""
+    numel = sum(weight.selected * weight.master.shape[1] for weight in block.weights)
+    places, rows = sum(w.selected for w in block.weights), sum(len(w.deferred) for w in block.weights)
+    for name in ("master", "exp_avg", "exp_avg_sq"):
+        check_array(f"the exchange's {name}", getattr(exchange, name), (numel,), (torch.float32,))
+    check_array("the exchange's steps", exchange.steps, (places,), (torch.int32,))
+    check_array("numbers", exchange.numbers, (2 * places + rows,), (torch.int32,))
+    check_array("selected", exchange.selected, (places,), (torch.int32,))
 
 
 def window_numel(block: HostBlock, divided: bool) -> int:
@@ -178,8 +175,10 @@ def window_numel(block: HostBlock, divided: bool) -> int:
 def check_window(work: WindowWork, numel: int) -> None:
     """Raise `ValueError` unless a window fits its block, with calls of so many elements."""
     block = work.block
-    if (work.publish and not work.calls) or (work.merge and block.exchange is None):
-        raise ValueError("a window needs a call to publish, and its block an exchange for a merge")
+    if work.publish and not work.calls:
+        raise ValueError("a window needs a call to publish")
+    if work.exchange is not None:
+        check_exchange(block, work.exchange)
     for memory, record, hypers in work.calls:
         if len(hypers) != len(block.weights):
             raise ValueError(f"{len(block.weights)} weights need as many hypers, not {len(hypers)}")

@@ -20,17 +20,34 @@ class Meter:
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.restages = 0
+        self.restages = self.reselections = 0
         self.norm: Tensor | None = None
         self.skipped: Tensor | None = None  # calls, int64 on the device
+        self._skip: tuple[Tensor, Tensor] | None = None  # of the last one, there too: its call, and the norms it was judged by
+        self._kinds: Sequence[tuple[str, ...]] = ()  # of parameters, of each of these norms
         self._judged: tuple[Sequence[Weight], Tensor, Tensor] | None = None  # with gradient; deferred, all: [weights] fp64
         self._before = self._last = (0, 0)  # bytes down and up: in all before this call, and in the last one
 
-    def judge(self, norm: Tensor, skip: Tensor, present: Sequence[Weight], summed: Summed) -> None:
-        """Of one call: the gradient norm, the skip flag, the weights that have a gradient, and squared norms."""
+    def judge(self, norm: Tensor, present: Sequence[Weight], summed: Summed) -> None:
+        """Of one call: the gradient norm, the weights that have a gradient, and squared norms."""
         self.norm = norm
-        self.skipped = skip.to(torch.int64) if self.skipped is None else self.skipped + skip
         self._judged = (present, summed.deferred_totals, summed.totals) if present else None
+
+    def judge_skip(self, call: int, skip: Tensor, norms: Tensor, kinds: Sequence[tuple[str, ...]]) -> None:
+        """Of one call: whether it is skipped, the norms that say so, and the kinds of parameters that each is of."""
+        self.skipped = skip.to(torch.int64) if self.skipped is None else self.skipped + skip
+        if self._skip is None or len(kinds) != len(self._kinds):  # parameters have joined
+            self._skip, self._kinds = (torch.zeros_like(self.skipped), torch.zeros_like(norms)), kinds
+        last, before = self._skip
+        self._skip = torch.where(skip, call, last), torch.where(skip, norms, before)
+
+    def last_skip(self) -> tuple[int | None, list[str]]:
+        """The last call that was skipped, and the kinds of parameters whose gradients were not finite in it."""
+        if self._skip is None or not int(self._skip[0]):
+            return None, []
+        bad = (~torch.isfinite(self._skip[1])).tolist()
+        kinds = [kind for wrong, some in zip(bad, self._kinds, strict=True) if wrong for kind in some]
+        return int(self._skip[0]), list(dict.fromkeys(kinds))
 
     def finish_call(self) -> None:
         now = (self.link.bytes_down, self.link.bytes_up)
@@ -53,10 +70,13 @@ class Meter:
     def report(self) -> dict[str, Any]:
         """Waits for the device. Times in ms, sizes in bytes."""
         rho, by_kind = self.rho()
+        last_skipped, not_finite = self.last_skip()
         (stall_total, stall), (down, up) = self.link.stalls.read(), self._last
         return {
             "grad_norm": None if self.norm is None else float(self.norm),
             "skipped_steps": 0 if self.skipped is None else int(self.skipped),
+            "last_skipped_call": last_skipped,
+            "last_skipped_kinds": not_finite,
             "rho": rho,
             "rho_by_kind": by_kind,
             "stall_ms": stall * 1e3,
@@ -66,6 +86,7 @@ class Meter:
             "bytes_down_total": self.link.bytes_down,
             "bytes_up_total": self.link.bytes_up,
             "restages": self.restages,
+            "reselections_total": self.reselections,
         }
 
 

@@ -42,6 +42,10 @@ class Display:
         self.console.print(text)
 
     def step(self, record: dict[str, Any]) -> None:
+        skipped = record.get("skipped_steps", 0)
+        if skipped > self._latest.get("skipped_steps", 0):
+            where = ", ".join(record["last_skipped_kinds"])
+            self.note(f"step {record['last_skipped_call']} was skipped: gradients not finite in {where}; {skipped} so far")
         self._latest |= record
         step, numbers = record["step"], _numbers(self._latest)
         self._bar.update(self._task, completed=step, numbers=numbers, description="training")

@@ -26,6 +26,8 @@ METRICS = (
     "retention",
     "stall_ms",
     "skipped_steps",
+    "last_skipped_call",
+    "last_skipped_kinds",
     "restages",
     "bytes_down",
     "bytes_up",

@@ -59,10 +59,10 @@ class Work {
         places(reinterpret_cast<const int64_t*>(&window + 1)),
         gates(reinterpret_cast<const stallfree_gate*>(places + std::max(window.place_count, 0))) {}
 
-  const stallfree_call& call(int32_t i) const {
-    const size_t bytes = sizeof(stallfree_call) + block.weight_count * sizeof(stallfree_hyper);
-    const char* first = reinterpret_cast<const char*>(gates + window.gate_count);
-    return *reinterpret_cast<const stallfree_call*>(first + i * bytes);
+  const stallfree_call& call(int32_t i) const { return *reinterpret_cast<const stallfree_call*>(after_calls(i)); }
+
+  const stallfree_exchange& exchange() const {
+    return *reinterpret_cast<const stallfree_exchange*>(after_calls(window.call_count));
   }
 
   const stallfree_hyper& hyper(int32_t i, int32_t weight) const {
@@ -79,6 +79,12 @@ class Work {
   const stallfree_block& block;
   const int64_t* const places;
   const stallfree_gate* const gates;
+
+ private:
+  const char* after_calls(int32_t count) const {
+    const size_t bytes = sizeof(stallfree_call) + block.weight_count * sizeof(stallfree_hyper);
+    return reinterpret_cast<const char*>(gates + window.gate_count) + count * bytes;
+  }
 };
 
 // One job for each weight of a window. A weight that no call has a gradient for publishes its masters.
@@ -151,13 +157,13 @@ void convert(const uint16_t* from, float* to, int64_t count) {
 // Channels that change hands: rows of those that leave go from `state` to the host's arrays, then arriving ones to their places.
 class Merge {
  public:
-  explicit Merge(const stallfree_block& block) : block_(block) {
+  Merge(const stallfree_block& block, const stallfree_exchange& exchange) : block_(block), exchange_(exchange) {
     for (int32_t w = 0; w < block.weight_count; ++w) {
       const stallfree_weight& weight = block.weights[w];
       places_ += weight.selected;
       rows_ += weight.channels - weight.selected;
     }
-    const int32_t* const moved = block.numbers + places_ + rows_;
+    const int32_t* const moved = exchange.numbers + places_ + rows_;
     int64_t place = 0, offset = 0;
     for (int32_t w = 0; w < block.weight_count; ++w) {
       for (int64_t i = 0; i < block.weights[w].selected; ++i, ++place, offset += block.weights[w].length) {
@@ -168,7 +174,7 @@ class Merge {
 
   int32_t run(stallfree_pool* pool) {
     for (const Move& move : moves_) {
-      const int64_t arriving = block_.numbers[move.place], leaving = block_.selected[move.place];
+      const int64_t arriving = exchange_.numbers[move.place], leaving = exchange_.selected[move.place];
       const int64_t channels = move.weight->channels;
       if (arriving < 0 || arriving >= channels || leaving >= channels) return STALLFREE_BAD_ROWS;
     }
@@ -177,13 +183,13 @@ class Merge {
       run_on(pool, [](void* context, int) { static_cast<Merge*>(context)->work(); }, this, moves_.size());
       if (!leaves_) break;
     }
-    const int32_t* deferred = block_.numbers + places_;
+    const int32_t* deferred = exchange_.numbers + places_;
     for (int32_t w = 0; w < block_.weight_count; ++w) {
       const int64_t rows = block_.weights[w].channels - block_.weights[w].selected;
       std::copy_n(deferred, rows, block_.weights[w].deferred);
       deferred += rows;
     }
-    std::copy_n(block_.numbers, places_, block_.selected);
+    std::copy_n(exchange_.numbers, places_, exchange_.selected);
     return STALLFREE_OK;
   }
 
@@ -198,17 +204,17 @@ class Merge {
       const size_t mine = next_.fetch_add(1, std::memory_order_relaxed);
       if (mine >= moves_.size()) return;
       const Move& move = moves_[mine];
-      const int64_t channel = leaves_ ? block_.selected[move.place] : block_.numbers[move.place];
+      const int64_t channel = leaves_ ? exchange_.selected[move.place] : exchange_.numbers[move.place];
       if (channel < 0) continue;
-      exchange(block_.state[0], move.weight->master, STALLFREE_F32, move, channel);
-      exchange(block_.state[1], move.weight->exp_avg, block_.moment_dtype, move, channel);
-      exchange(block_.state[2], move.weight->exp_avg_sq, block_.moment_dtype, move, channel);
-      int32_t &ours = block_.state_steps[move.place], &theirs = move.weight->steps[channel];
+      move_rows(exchange_.state[0], move.weight->master, STALLFREE_F32, move, channel);
+      move_rows(exchange_.state[1], move.weight->exp_avg, block_.moment_dtype, move, channel);
+      move_rows(exchange_.state[2], move.weight->exp_avg_sq, block_.moment_dtype, move, channel);
+      int32_t &ours = exchange_.state_steps[move.place], &theirs = move.weight->steps[channel];
       (leaves_ ? theirs : ours) = leaves_ ? ours : theirs;
     }
   }
 
-  void exchange(float* state, void* host, int32_t dtype, const Move& move, int64_t channel) const {
+  void move_rows(float* state, void* host, int32_t dtype, const Move& move, int64_t channel) const {
     const int64_t length = move.weight->length;
     const auto copy = [&](auto* theirs) {
       theirs += channel * length;
@@ -218,6 +224,7 @@ class Merge {
   }
 
   const stallfree_block& block_;
+  const stallfree_exchange& exchange_;
   int64_t places_ = 0, rows_ = 0;
   std::vector<Move> moves_;
   bool leaves_ = true;
@@ -276,7 +283,7 @@ struct stallfree_queue {
     int32_t status;
     try {
       status = stallfree::replay(pool, work, elements);
-      if (!status && work.is(STALLFREE_MERGE)) status = stallfree::Merge(work.block).run(pool);
+      if (!status && work.is(STALLFREE_MERGE)) status = stallfree::Merge(work.block, work.exchange()).run(pool);
     } catch (const std::bad_alloc&) {
       status = STALLFREE_OUT_OF_MEMORY;
     }

@@ -23,13 +23,16 @@ typedef struct stallfree_weight {
 
 typedef struct stallfree_block {
   const stallfree_weight* weights;  // [weight_count]
-  // For hand-overs, or null. The selected rows of the weights lie one after the other.
+  int32_t weight_count, record_start, rule, slot_dtype, moment_dtype, unused;
+} stallfree_block;
+
+// Channels that change hands. The selected rows of the weights lie one after the other.
+typedef struct stallfree_exchange {
   float* state[3];         // master, exp_avg, exp_avg_sq: [sum of selected * length]
   int32_t* state_steps;    // [places]
   const int32_t* numbers;  // [places] selected, [sum of channels - selected] deferred, [places] moved
   int32_t* selected;       // [places] the channel that each place holds, or -1
-  int32_t weight_count, record_start, rule, slot_dtype, moment_dtype, unused;
-} stallfree_block;
+} stallfree_exchange;
 
 typedef struct stallfree_hyper {
   int64_t present;  // 0: the weight had no gradient in the call
@@ -49,7 +52,8 @@ typedef struct stallfree_gate {
 enum stallfree_window_flags { STALLFREE_DIVIDED = 1, STALLFREE_PUBLISH = 2, STALLFREE_MERGE = 4 };
 
 typedef struct stallfree_window {
-  uint64_t bytes;  // with all that follows it: int64_t places[place_count], stallfree_gate[gate_count], calls
+  uint64_t bytes;  // with all that follows it: int64_t places[place_count], stallfree_gate[gate_count], calls, and
+                   // with STALLFREE_MERGE a stallfree_exchange
   const stallfree_block* block;
   double lookahead, pause_seconds;
   int32_t call_count, gate_count, place_count, flags;  // place_count -1: all weights

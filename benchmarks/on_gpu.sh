@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Builds, tests and measures with the interpreter that is there, on a machine with a GPU:
+#
+#   benchmarks/on_gpu.sh OUT tests              all GPU tests (OUT/tests.txt)
+#   benchmarks/on_gpu.sh OUT kernels            the kernels' tests
+#   benchmarks/on_gpu.sh OUT sanitize           compute-sanitizer over the kernels and a few steps
+#   benchmarks/on_gpu.sh OUT launches           launches per second, with and without Triton's own way
+#   benchmarks/on_gpu.sh OUT soak               5,000 steps of a small model with saves
+#   benchmarks/on_gpu.sh OUT step NAME ARGS...  `stallfree bench step ARGS... --output OUT/NAME.json`
+#
+# WHEELS: a folder of wheels to install for the run, where the interpreter lacks some (pydantic, peers).
+# Every part reports and goes on; the last line of each says how it ended.
+set -uo pipefail
+out=$1 part=$2
+shift 2
+mkdir -p "$out"
+cd "$(dirname "$0")/.."
+python3 setup.py -q build_ext --inplace || exit 1
+export PYTHONPATH="$PWD/src" PYTHONUNBUFFERED=1
+if [ -n "${WHEELS:-}" ]; then
+  [ -d /tmp/wheels ] || python3 -m pip install -q --no-index --no-deps --target /tmp/wheels "$WHEELS"/*.whl
+  export PYTHONPATH="/tmp/wheels:$PYTHONPATH"
+fi
+
+tests() {
+  python3 -m pytest -q -n "$(nproc)" -m gpu -p no:cacheprovider "$@" > "$out/$part.txt" 2>&1
+  grep -E '^(FAILED|ERROR)|^E  |passed|failed' "$out/$part.txt" | head -60
+}
+
+case $part in
+  tests) tests --maxfail=20 tests/test_*.py tests/checkpoints ;;
+  kernels) tests --maxfail=20 tests/kernels ;;
+  sanitize)
+    for tool in memcheck racecheck; do
+      compute-sanitizer --tool "$tool" --log-file "$out/$tool.txt" python3 tests/sanitize.py || echo "$tool failed"
+      tail -3 "$out/$tool.txt"
+    done
+    ;;
+  launches) python3 benchmarks/launches.py | tee "$out/launches.txt" ;;
+  soak) python3 benchmarks/soak.py --device cuda --steps 5000 | tee "$out/soak.txt" ;;
+  step)
+    name=$1
+    shift
+    python3 -c 'import sys; from stallfree.cli import main; sys.exit(main())' bench step "$@" --output "$out/$name.json"
+    ;;
+  *) sed -n 2,14p "$0" ;;
+esac
+echo "$part: $?"

@@ -1,0 +1,264 @@
+"""Things that go wrong while training: the error says what, and what is left is whole."""
+
+import math
+import random
+import signal
+import time
+
+import pytest
+import torch
+from histories import Call, History, Player, assert_identical, backward, run
+from torch import nn
+from training import LR, PRESETS, SMALL, mlp, regression
+
+from stallfree import ZenFlowAdamW, ZenFlowConfig
+from stallfree.engine import uninterrupted
+from stallfree.kernels.queue import HostError
+
+SETTINGS = dict(topk_ratio=0.25, update_interval=2, full_warm_up_rounds=0, min_numel=0, block_numel=1)
+
+
+# In the host's work
+
+
+@pytest.mark.parametrize("kernel", ["torch", "auto"])
+@pytest.mark.parametrize("overlap_step", [False, True])
+def test_a_failure_on_the_host_surfaces_in_the_next_step_and_names_the_parameter(device, kernel, overlap_step):
+    """Here a step count that is full. The queue's tests have other causes."""
+    params = [
+        ("fine", nn.Parameter(torch.ones(4, 6, device=device))),
+        ("layer.bad", nn.Parameter(torch.ones(6, 4, device=device))),
+    ]
+    optimizer = ZenFlowAdamW(params, host_kernel=kernel, overlap_step=overlap_step, **SETTINGS)
+    optimizer.engine.weights[params[1][1]].host.steps.fill_(2**31 - 1)
+
+    def train() -> None:
+        for _ in range(6):
+            backward([p for _, p in params], [torch.ones_like(p) for _, p in params])
+            optimizer.step()
+            optimizer.zero_grad()
+            time.sleep(0.05)
+
+    with pytest.raises(HostError, match=r"host update of layer\.bad failed"):
+        train()
+    assert optimizer.metrics()["call"] <= 5
+    for call in (optimizer.step, optimizer.flush, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match=r"resume from a checkpoint|host update"):
+            call()
+    optimizer.close()
+
+
+# In step()
+
+
+class Twins:
+    """Two runs alike, of which one has accidents that raise; they must end alike."""
+
+    def __init__(self, device, settings) -> None:
+        self.models, self.optimizers = [], []
+        for _ in range(2):
+            torch.manual_seed(0)
+            self.models.append(mlp(device))
+            self.optimizers.append(ZenFlowAdamW(self.models[-1].named_parameters(), lr=LR, config=ZenFlowConfig(**settings)))
+        self.t = 0
+
+    def steps(self, calls: int = 4) -> None:
+        for _ in range(calls):
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                regression(model, self.t).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            self.t += 1
+
+    def assert_alike(self) -> None:
+        self.steps(5)
+        for optimizer in self.optimizers:
+            optimizer.flush()
+        for mine, other in zip(*(model.parameters() for model in self.models), strict=True):
+            assert torch.equal(mine, other)
+        assert self.optimizers[0].metrics()["call"] == self.optimizers[1].metrics()["call"]
+        for optimizer in self.optimizers:
+            optimizer.close()
+
+
+def a_gradient_of_the_wrong_parameter(model, optimizer) -> None:
+    model[0].weight.grad, model[3].weight.grad = model[3].weight.grad, model[0].weight.grad
+    try:
+        optimizer.step()
+    finally:
+        model[0].weight.grad, model[3].weight.grad = model[3].weight.grad, model[0].weight.grad
+
+
+def a_setting_that_is_no_number(model, optimizer) -> None:
+    group, lr = optimizer.param_groups[0], optimizer.param_groups[0]["lr"]
+    group["lr"] = math.nan
+    try:
+        optimizer.step()
+    finally:
+        group["lr"] = lr
+
+
+def a_closure_that_raises(model, optimizer) -> None:
+    def closure():
+        raise ZeroDivisionError("in the closure")
+
+    optimizer.step(closure)
+
+
+def a_closure_that_raises_after_backward(model, optimizer) -> None:
+    def closure():
+        optimizer.zero_grad()
+        regression(model, 99).backward()
+        raise ZeroDivisionError("in the closure")
+
+    optimizer.step(closure)
+
+
+def a_hook_that_raises(model, optimizer) -> None:
+    def hook(*_):
+        raise ZeroDivisionError("in the hook")
+
+    handle = optimizer.register_step_pre_hook(hook)
+    try:
+        optimizer.step()
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "accident",
+    [
+        a_gradient_of_the_wrong_parameter,
+        a_setting_that_is_no_number,
+        a_closure_that_raises,
+        a_closure_that_raises_after_backward,
+        a_hook_that_raises,
+    ],
+)
+def test_after_a_step_that_raised_training_goes_on(device, preset, accident):
+    """The step counts for nothing: the gradients are still there, or can be made again."""
+    twins = Twins(device, PRESETS[preset])
+    model, optimizer = twins.models[0], twins.optimizers[0]
+    for _ in range(4):
+        twins.steps(3)
+        regression(model, twins.t).backward()
+        with pytest.raises((RuntimeError, TypeError, ValueError, ZeroDivisionError)):
+            accident(model, optimizer)
+        optimizer.zero_grad()
+    twins.assert_alike()
+
+
+def test_an_exception_in_backward_leaves_a_whole_optimizer(device):
+    """After some blocks have been staged, and some not."""
+    twins = Twins(device, PRESETS["stallfree"])
+    model, optimizer = twins.models[0], twins.optimizers[0]
+
+    def fail(grad):
+        raise ZeroDivisionError("in backward")
+
+    for layer in (model[0], model[3], model[5]):
+        twins.steps(3)
+        handle = layer.weight.register_hook(fail)
+        with pytest.raises(ZeroDivisionError):
+            regression(model, 99).backward()
+        handle.remove()
+        optimizer.zero_grad()
+    twins.assert_alike()
+
+
+# Ctrl-C
+
+
+@pytest.fixture
+def alarm(monkeypatch):
+    """The timer presses Ctrl-C. Its own signal must not be held back."""
+    monkeypatch.setattr(uninterrupted, "HELD", (signal.SIGINT,))
+    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    yield
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_any_other_signal_waits_too(device):
+    """A data loader's dead worker, for instance, is told to the main thread by SIGCHLD, whose handler raises."""
+    player = Player(History(shapes=((6, 8), (8, 6)), calls=(Call(),) * 3, config=ZenFlowConfig(**SMALL)), device)
+
+    def complain(*_):
+        raise ZeroDivisionError("whatever a handler raises")
+
+    before = signal.signal(signal.SIGCHLD, complain)
+    inner = player.optimizer.engine.check_usable
+    player.optimizer.engine.check_usable = lambda: (signal.raise_signal(signal.SIGCHLD), inner())
+    try:
+        player.backward()
+        with pytest.raises(ZeroDivisionError):
+            player.optimizer.step()
+        assert signal.getsignal(signal.SIGCHLD) is complain
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        player.optimizer.engine.check_usable = inner
+    assert player.optimizer.metrics()["call"] == 1, "the call was made"
+    player.optimizer.zero_grad()
+    player.backward()
+    player.optimizer.step()
+    player.close()
+
+
+@pytest.mark.parametrize("name", ["step", "flush", "state_dict", "exact_weights"])
+def test_ctrl_c_at_random_moments_loses_nothing(device, seed, name, alarm):
+    """SIGINT by a timer, at any moment of a call: when it is delivered, the call has been made or has not begun.
+
+    Whoever catches it can tell by the number of calls, and goes on.
+    """
+    history = History(
+        shapes=((64, 48), (5,), (48, 64), (3, 4, 2)),
+        calls=tuple(
+            Call(bad=(0, math.nan) if t % 7 == 5 else None, before="flush" if name == "flush" and t % 2 else None)
+            for t in range(200)
+        ),
+        config=ZenFlowConfig(
+            topk_ratio=0.25, update_interval=3, lag=1, select_interval=4, full_warm_up_rounds=2, min_numel=0, block_numel=1
+        ),
+    )
+    moments, player, interrupted = random.Random(seed), Player(history, device), 0
+    optimizer = player.optimizer
+
+    def call(t: int) -> None:
+        if history.calls[t].before == "flush":
+            optimizer.flush()
+        elif name == "state_dict":
+            optimizer.state_dict()
+        elif name == "exact_weights":
+            with optimizer.exact_weights():
+                pass
+
+    seen, length = [], 3e-3
+    for t in range(len(history.calls)):
+        player.set_lr()
+        try:
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, length))
+            begun = time.perf_counter()
+            if name != "step":
+                call(t)
+            else:
+                player.backward()  # hooks stage here
+                player.optimizer.step()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt:
+            interrupted += 1
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        length = 0.9 * length + 0.1 * 1.2 * (time.perf_counter() - begun)
+        if history.calls[t].before == "flush":
+            optimizer.flush()  # once more, if it was interrupted before it began; otherwise there is nothing to do
+        if optimizer.metrics()["call"] == t:  # interrupted before the step
+            optimizer.zero_grad()
+            player.backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        player.t += 1
+        seen.append(player.weights())
+    assert interrupted >= 50, f"only {interrupted} of {len(history.calls)} timers fell into the call"
+    assert_identical([*seen, player.flushed()], run(history, device), f"--seed {seed}")
+    player.close()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
