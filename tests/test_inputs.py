@@ -5,6 +5,7 @@ import gc
 import math
 import os
 import pickle
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -322,11 +323,21 @@ def test_a_ddp_model_of_one_process_is_refused_with_the_way_out(process_group):
         train()
 
 
-def test_sharded_parameters_are_refused(process_group):
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import init_device_mesh
+def test_a_parameter_that_is_a_sum_to_be_made_is_refused(process_group):
+    from torch.distributed.tensor import DTensor, Partial, init_device_mesh
 
-    model = nn.Linear(6, 4)
-    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
-    with pytest.raises(TypeError, match=r"(?s)weight.*DTensor"):
-        ZenFlowAdamW(model.named_parameters(), **SMALL)
+    weight = DTensor.from_local(torch.ones(4, 6), init_device_mesh("cpu", (1,)), [Partial()])
+    with pytest.raises(TypeError, match=r"(?s)weight.*partial"):
+        ZenFlowAdamW([("weight", nn.Parameter(weight))], **SMALL)
+
+
+def test_shards_in_host_memory_under_a_gpu_mesh_are_refused_with_the_way_out():
+    """What fully_shard makes under CPUOffloadPolicy; without a GPU the mesh has to be a stand-in."""
+
+    class Parameter(nn.Parameter):
+        device_mesh = SimpleNamespace(device_type="cuda")
+        placements = ()
+        _local_tensor = torch.ones(4, 6)
+
+    with pytest.raises(TypeError, match=r"(?s)weight.*CPUOffloadPolicy.*without an offload_policy"):
+        ZenFlowAdamW([("weight", Parameter(torch.ones(4, 6)))], **SMALL)

@@ -96,4 +96,4 @@ def test_a_change_reads_as_a_sentence():
         "S 2 -> 4 at call 24: the host needs 61 ms per call at S=2 and a call takes 52 ms and 9 ms of stalls; "
         "at S=4 it needs 38 ms; max_update_interval and rho 0.40 allow no larger S"
     )
-    assert IntervalChange(7, 3, 2).sentence() == "S 2 -> 3 at call 7: as given"
+    assert IntervalChange(7, 3, 2).sentence() == "S 2 -> 3 at call 7: as given, or as the ranks agreed"

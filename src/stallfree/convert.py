@@ -75,6 +75,7 @@ def from_adamw_state(optimizer: ZenFlowAdamW, state_dict: dict[str, Any], master
         ValueError: the state is of another optimizer or another model. Nothing has been changed.
     """
     groups = optimizer.param_groups
+    optimizer.engine.refuse_sharded("from_adamw_state()")
     if [len(group["params"]) for group in groups] != [len(group["params"]) for group in state_dict["param_groups"]]:
         raise ValueError(
             "the state_dict is of another model: its groups hold other numbers of parameters than this optimizer's"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,12 +20,15 @@ _FILES = (
 
 
 def available_host_bytes() -> int:
-    """Memory this process can still take: the machine's, or that of its control groups if one of them has less."""
+    """Memory this process can still take: the machine's, or that of its control groups if one of them has less.
+
+    Ranks of one machine share it.
+    """
     available = _machine_bytes()
     for controller, limit, usage, cached in _FILES:
         for directory in _groups(controller):
             available = min(available, _group_bytes(directory, limit, usage, cached))
-    return max(0, available)
+    return max(0, available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def available_device_bytes(device: torch.device) -> int:

@@ -6,7 +6,7 @@ import copy
 import gc
 import math
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,10 +17,11 @@ from torch._compile import _disable_dynamo
 from stallfree import planner
 from stallfree.config import ZenFlowConfig
 from stallfree.engine import checkpoint, state, weights
-from stallfree.engine.blocks import check_distinct, check_trainable
+from stallfree.engine.blocks import check_distinct, check_trainable, describe
 from stallfree.engine.gradient import StagedGradient
 from stallfree.engine.interval import IntervalChange
 from stallfree.engine.pipeline import Engine, Hypers
+from stallfree.engine.sharding import Agreement, RankSums, gradient_of, groups_of, is_sharded, shard_of, whole
 from stallfree.kernels.device import Hyper
 from stallfree.telemetry.meter import mean_by_kind
 
@@ -73,10 +74,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         named = self._named(self.param_groups)
         if not named:
             raise ValueError("all parameters are frozen (requires_grad is False): there is nothing to train")
-        _refuse_plain_ranks()
+        _refuse_plain_ranks(named)
         check_trainable(named)
-        self.config = planner.with_room(named, config)
-        self._engine = self._new_engine(named[0][1].device)
+        self.config = _agreed(named, planner.with_room(named, config))
+        self._engine = self._new_engine(shard_of(named[0][1]).device)
         self._engine.adopt(named)
         state.populate(self._engine, self.state)
 
@@ -220,15 +221,21 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         if not max_norm >= 0:
             raise ValueError(f"max_norm must be a number, at least 0; got {max_norm}")
         params = [param for group in self.param_groups for param in group["params"] if param.grad is not None]
-        norms = [torch.linalg.vector_norm(param.grad, dtype=torch.float32) for param in params]  # torch's own round to bf16
+        grads = [grad for param in params if (grad := gradient_of(param)) is not None]
+        norms = [torch.linalg.vector_norm(grad, dtype=torch.float32) for grad in grads]  # torch's own round to bf16
+        ranks = RankSums([(groups_of(param), 1) for param in params], self.engine.device)
+        if ranks.needed:
+            norms = list(ranks(torch.stack(norms).square()).sqrt())
         norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float32, device="cpu")
+        norm = self.engine.agreement.mean(norm)
         nn.utils.clip_grads_with_norm_(params, max_norm, norm)
         return norm
 
     def full_gradient(self, param: nn.Parameter) -> Tensor | None:
-        """The plain gradient between backward and step(), on the device; `.grad` of a staged one is a handle without memory."""
-        grad = param.grad
-        return grad.staged.full() if isinstance(grad, StagedGradient) else grad
+        """The plain gradient between backward and step(), on the device; `.grad` of a staged one is a handle without memory.
+        Of a sharded parameter a DTensor, as `.grad` is."""
+        grad = gradient_of(param)
+        return whole(param, grad.staged.full()) if isinstance(grad, StagedGradient) else param.grad
 
     def set_update_interval(self, interval: int) -> None:
         """Change S; each block adopts it when its window closes. Turns off `update_interval="auto"`, and says so in the log."""
@@ -255,7 +262,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             "interval_changes": len(engine.tuner.history),
             "warming_up": engine.clock.warming,
             "host_bytes": sum(block.host_nbytes for block in engine.blocks) + engine.pool.nbytes,
-            "device_bytes": sum(b.half.nbytes for b in engine.blocks) + sum(12 * p.numel() for p in engine.residents),
+            "device_bytes": sum(b.half.nbytes for b in engine.blocks)
+            + sum(12 * r.resident.numel for r in engine.residents.values()),
             **engine.meter.report(),
             "retention": retention,
             "retention_by_kind": by_kind,
@@ -324,10 +332,20 @@ def _hyper(group: dict[str, Any]) -> Hyper:
     return hyper
 
 
-def _refuse_plain_ranks() -> None:
+def _agreed(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> ZenFlowConfig:
+    """With the `max_update_interval` that every rank has room for."""
+    room = Agreement(param for _, param in named).least(config.max_update_interval, shard_of(named[0][1]).device)
+    return config if room == config.max_update_interval else config.replace(max_update_interval=room)
+
+
+def _refuse_plain_ranks(named: Sequence[tuple[str, nn.Parameter]]) -> None:
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return
+    plain = [describe(name, param) for name, param in named if not is_sharded(param)]
+    if plain:
         raise RuntimeError(
-            "plain (unsharded) parameters in a job of several processes: DistributedDataParallel would keep a full copy of the "
-            "host state on every rank. The way will be torch.distributed.fsdp.fully_shard; this version trains one process"
+            f"plain (unsharded) parameters in a job of several processes, {plain[0]} among them: DistributedDataParallel would "
+            "keep a full copy of the host state on every rank. Use torch.distributed.fsdp.fully_shard(model) (docs/fsdp.md), "
+            "and build the optimizer after it"
         )

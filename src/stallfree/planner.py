@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -57,13 +57,13 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
     blocks = build_blocks(weights, config)
     state = device = 0
     for weight in weights:
-        size = weight.param.numel()
+        size = weight.numel
         state += size * (4 + 2 * moment) + 4 * weight.channels
         selected = weight.selected_count * (12 * weight.length + 4)
-        device += selected + weight.selected_count * weight.length * weight.param.element_size() + 8 * weight.channels
-    on_gpu = any(weight.param.device.type == "cuda" for weight in weights)
+        device += selected + weight.selected_count * weight.length * weight.dtype.itemsize + 8 * weight.channels
+    on_gpu = any(weight.shard.device.type == "cuda" for weight in weights)
     staging = 2 * ring_bytes([_copied_bytes(block) for block in blocks]) if on_gpu else 0
-    resident = sum(item.param.numel() * (12 + item.param.element_size()) for item in residents)
+    resident = sum(item.numel * (12 + item.dtype.itemsize) for item in residents)
     return Plan(state, slot_bytes(blocks, config), device + resident, staging)
 
 
@@ -85,18 +85,28 @@ def _copied_bytes(block: Block) -> int:
     return max(block.numel * block.dtype.itemsize, 4 * block.state_numel)
 
 
-def check_fits(needed: Plan, device: torch.device | None = None) -> None:
-    """Refuse a model whose state does not fit, before anything is allocated. device: of the parameters; None: not judged."""
+def check_fits(needed: Plan, device: torch.device | None = None, least: Callable[[int], int] = int) -> None:
+    """Refuse a model whose state does not fit, before anything is allocated. device: of the parameters; None: not judged.
+
+    least: of a number on all ranks. Those of one machine ask for the same memory: none takes its share before all have asked.
+    """
     host, available = needed.host_beside(device), available_host_bytes()
+    spare, free = available - host, 0
+    if device is not None and device.type == "cuda":
+        free = available_device_bytes(device)
+        spare = min(spare, free - needed.device)
+    if least(spare) >= 0:
+        return
+    if spare >= 0:
+        raise MemoryError(f"the optimizer state does not fit on another rank; here it needs:\n{needed.table()}")
     if host > available:
         raise MemoryError(
             f"the optimizer state needs {host / GIB:.2f} GiB of host memory; {available / GIB:.2f} GiB are available:\n"
             f"{needed.table()}\n"
             "Ways out: moments_dtype='bfloat16', a smaller update_interval, a larger topk_ratio, or a larger machine"
         )
-    if device is not None and device.type == "cuda" and needed.device > (free := available_device_bytes(device)):
-        raise MemoryError(
-            f"the optimizer state needs {needed.device / GIB:.2f} GiB of memory on {device}; {free / GIB:.2f} GiB are free:\n"
-            f"{needed.table()}\n"
-            "Ways out: a smaller topk_ratio, a smaller min_numel, or less on the GPU beside it"
-        )
+    raise MemoryError(
+        f"the optimizer state needs {needed.device / GIB:.2f} GiB of memory on {device}; {free / GIB:.2f} GiB are free:\n"
+        f"{needed.table()}\n"
+        "Ways out: a smaller topk_ratio, a smaller min_numel, or less on the GPU beside it"
+    )

@@ -1,6 +1,8 @@
 """The examples say what they need, and run."""
 
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -49,3 +51,19 @@ def test_plain_loop_runs(example, tiny, tmp_path, capfd):
     example("plain_loop.py", tmp_path, text)
     assert "step 2: held-out loss" in capfd.readouterr().out
     assert (tmp_path / "plain-loop-output" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_fsdp_runs_on_two_ranks_and_goes_on(tiny, tmp_path):
+    write_model(*tiny, tmp_path / "model")
+    text = tmp_path / "long.txt"
+    text.write_text("abcd" * (9 * 64))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", EXAMPLES / "fsdp.py"]
+    command += [tmp_path / "model", text, "--output", tmp_path / "output", "--steps"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    for steps, printed in (("3", ["1", "2", "3"]), ("5", ["4", "5"])):
+        done = subprocess.run(
+            [*map(str, command), steps], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stderr
+        assert [line.split(":")[0].split()[1] for line in done.stdout.splitlines() if "loss" in line] == printed

@@ -35,6 +35,7 @@ def load_checkpoint(directory: str | Path, optimizer: ZenFlowAdamW, *, model: nn
         CheckpointError: there is none, or it is damaged, which is said together with the newest good one.
         ValueError: it is of another model or configuration. In both cases nothing has been changed.
     """
+    optimizer.engine.refuse_sharded("load_checkpoint()")
     path = _newest(Path(directory))
     try:
         state = _read(path)

@@ -47,6 +47,7 @@ def save_checkpoint(
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
+    optimizer.engine.refuse_sharded("save_checkpoint()")
     directory = Path(directory)
     collector = Collector()
     state = {"optimizer": optimizer.state_dict(), "model": None if model is None else model.state_dict(), "extra": extra}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
+from stallfree.engine.sharding import Groups, check_sharding, groups_of, shard_of
 from stallfree.kernels.block import Segment
 
 ALIGNMENT = 64  # elements
@@ -30,7 +31,15 @@ class Resident:
     name: str
 
     def __post_init__(self) -> None:
-        self.shape, self.dtype, self.contiguous = self.param.shape, self.param.dtype, self.param.is_contiguous()
+        shard = self.shard
+        self.shape, self.dtype, self.contiguous, self.numel = shard.shape, shard.dtype, shard.is_contiguous(), shard.numel()
+        self.whole_numel = self.param.numel()  # on all ranks
+        self.spread = groups_of(self.param)
+
+    @property
+    def shard(self) -> Tensor:
+        """What this rank updates: the parameter, or its part of it."""
+        return shard_of(self.param)
 
 
 @dataclass(eq=False)
@@ -45,9 +54,18 @@ class Weight:
 
     def __post_init__(self) -> None:
         self.kind, self.contiguous = kind_of(self.name, self.param), True
-        self.shape, self.dtype, self.numel = self.param.shape, self.param.dtype, self.param.numel()
+        shard = self.shard
+        self.shape, self.dtype, self.numel = shard.shape, shard.dtype, shard.numel()
+        self.whole_numel = self.param.numel()  # on all ranks: blocks and phases follow from it, so that they are the same
+        self.spread: Groups = groups_of(self.param)  # over which its squared norm adds up
+        self.split: Groups = groups_of(self.param, self.channel_dim)  # over which a channel's does
         self.channels = self.shape[0] if self.channel_dim == 0 else self.numel // self.shape[0]
         self.length = self.numel // self.channels
+
+    @property
+    def shard(self) -> Tensor:
+        """What this rank updates: the parameter, or its part of it."""
+        return shard_of(self.param)
 
     def segment(self, selected: int) -> Segment:
         """The weight as device kernels see it, when the device holds this many of its channels."""
@@ -74,12 +92,17 @@ class Block:
 
     def __post_init__(self) -> None:
         self.numel = sum(weight.numel for weight in self.weights)
+        self.whole_numel = sum(weight.whole_numel for weight in self.weights)
         self.deferred_numel = sum(weight.numel - weight.selected_count * weight.length for weight in self.weights)
         self.dtype = self.weights[0].dtype
 
     @property
     def params(self) -> list[nn.Parameter]:
         return [weight.param for weight in self.weights]
+
+    @property
+    def shards(self) -> list[Tensor]:
+        return [weight.shard for weight in self.weights]
 
     @property
     def state_numel(self) -> int:
@@ -155,15 +178,20 @@ def classify(
     weights: list[Weight] = []
     for name, param in named:
         small = param.dim() < 2 or param.numel() < max(config.min_numel, 1)
-        if not small and param.is_contiguous():
+        if not small and shard_of(param).is_contiguous():
             axis = channel_dim_of(name, param, config.channel_dim)
-            channels = param.shape[0] if axis == 0 else param.numel() // param.shape[0]
-            selected = round(config.topk_ratio * channels)
-            if selected < channels:
+            channels = _channels(param, axis)
+            if round(config.topk_ratio * channels) < channels:
+                here = _channels(shard_of(param), axis)
+                selected = min(round(config.topk_ratio * here), here - 1)
                 weights.append(Weight(param, name, axis, selected, first_key + len(weights)))
                 continue
         residents.append(Resident(param, name))
     return residents, weights
+
+
+def _channels(tensor: Tensor, channel_dim: int) -> int:
+    return tensor.shape[0] if channel_dim == 0 else tensor.numel() // tensor.shape[0]
 
 
 def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block]:
@@ -173,7 +201,9 @@ def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block
     members: list[Weight] = []
     for weight in weights:
         mine = (_layer(weight.name), weight.dtype)
-        if members and (mine != shared or sum(member.numel for member in members) + weight.numel > config.block_numel):
+        if members and (
+            mine != shared or sum(member.whole_numel for member in members) + weight.whole_numel > config.block_numel
+        ):
             blocks.append(Block(members))
             members = []
         shared = mine
@@ -182,9 +212,9 @@ def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block
         blocks.append(Block(members))
     if config.stagger:
         load = [0] * config.max_update_interval
-        for block in sorted(blocks, key=lambda block: -block.numel):
+        for block in sorted(blocks, key=lambda block: -block.whole_numel):
             block.phase = load.index(min(load))
-            load[block.phase] += block.numel
+            load[block.phase] += block.whole_numel
     return blocks
 
 
@@ -214,8 +244,7 @@ def check_trainable(named: Sequence[tuple[str, nn.Parameter]], device: torch.dev
             )
         if param.layout != torch.strided:
             raise TypeError(f"{label} has layout {param.layout}; only dense parameters can be trained")
-        if hasattr(param, "device_mesh"):
-            raise TypeError(f"{label} is a DTensor: sharded parameters are not supported by this version; train on one device")
+        check_sharding(param, label)
         if param.device.type == "meta":
             raise ValueError(f"{label} is on the meta device; materialize the model (model.to_empty, load weights) first")
         devices.setdefault(param.device, label)

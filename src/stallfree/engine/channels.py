@@ -7,12 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from stallfree.engine import selection
 from stallfree.engine.blocks import Weight
+from stallfree.engine.sharding import RankSums
+
+
+class Summed(NamedTuple):
+    """What a call's gradients add up to, over all ranks that hold parts of them; before the user's factors."""
+
+    squares: Tensor  # [channels] fp32
+    totals: Tensor  # [weights]
+    deferred_totals: Tensor  # [weights], the part of it in deferred channels
+    residents: list[Tensor]  # norms
+
+    def norms(self) -> Tensor:
+        """L2 norm of each weight's gradient: `[weights]` fp32."""
+        return self.totals.sqrt().float()
 
 
 class Channels:
@@ -25,6 +40,7 @@ class Channels:
         self.score = torch.zeros(0, dtype=torch.float32, device=device)
         self.squares = torch.zeros_like(self.score)  # of the gradient staged last, before the user's factors
         self.deferred = torch.ones(0, dtype=torch.bool, device=device)  # where the gradient staged next goes to the host
+        self.summed = Summed(self.squares, self.squares, self.squares, [])  # of the last call
         self._totals: Tensor | None = None  # sums of squares by weight, fp64
         self._norms: tuple[Tensor, ...] | None = None
         self._masks: dict[tuple[int, ...], tuple[Tensor, Tensor]] = {}  # by who has a gradient: weights, channels
@@ -52,18 +68,14 @@ class Channels:
         """New squares are there, or on their way."""
         self._totals = self._norms = None
 
-    def norms(self) -> Tensor:
-        """L2 norm of each weight's staged gradient, before the user's factors: `[weights]` fp32."""
-        return self.totals().sqrt().float()
-
     def norm(self, weight: Weight) -> Tensor:
-        """One of them, a scalar: all are worked out at the first question."""
+        """L2 norm of a weight's staged gradient, before the user's factors. All are worked out at the first question."""
         if self._norms is None:
-            self._norms = self.norms().unbind()
+            self._norms = self.totals().sqrt().float().unbind()
         return self._norms[weight.key]
 
     def totals(self) -> Tensor:
-        """Squared norm of each weight's staged gradient, likewise: `[weights]` fp64."""
+        """Squared norm of each weight's staged gradient, before the user's factors: `[weights]` fp64."""
         if self._totals is None:
             self._totals = self._sums(self.squares)
         return self._totals
@@ -72,12 +84,24 @@ class Channels:
         """The part of it in deferred channels: `[weights]` fp64."""
         return self._sums(torch.where(self.deferred, self.squares, 0.0))
 
+    def add_up(self, ranks: RankSums, residents: list[Tensor]) -> Summed:
+        """In `step()`: sum over ranks. residents: the norm of each group."""
+        if not ranks.needed:
+            self.summed = Summed(self.squares, self.totals(), self.deferred_totals(), residents)
+            return self.summed
+        groups = [norm.square().view(1) for norm in residents]
+        parts = [self.squares, self.totals().float(), self.deferred_totals().float(), *groups]
+        sizes = [len(self.squares), len(self.weights), len(self.weights), len(residents)]
+        squares, totals, deferred, norms = ranks(torch.cat(parts)).split(sizes)
+        self.summed = Summed(squares, totals, deferred, list(norms.sqrt()))
+        return self.summed
+
     def update_scores(self, factors: Tensor | None, present: tuple[int, ...], decay: float, skip: Tensor) -> None:
-        """Take up the gradients as they stand in `.grad` now.
+        """Take up the gradients of this call, as they stand in `.grad` now.
 
         factors: scalar or `[weights]`, what the user multiplied them by; present: keys of the weights that have one.
         """
-        squares = self.squares
+        squares = self.summed.squares
         if factors is not None:
             factor = factors.square()
             squares = squares * (factor if factor.dim() == 0 else factor[self._owner])

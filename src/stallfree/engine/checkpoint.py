@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import STATE, Block, Resident, Weight, classify, describe
 from stallfree.engine.pipeline import Engine
+from stallfree.engine.residents import resident_groups
+from stallfree.engine.sharding import here, layout_of
 
 VERSION = 3
 NONE = -1  # in `selected`, before the first selection
@@ -93,6 +96,8 @@ def read(
     items: list[Resident | Weight] = [*residents, *weights]
     for item in items:
         _check_entry(engine.config, item, entries[item.param], any_room)
+    if any(entries[item.param].get("layout", "") != layout_of(item.param) for item in items):
+        _spread_anew(residents, weights, entries)
     first = entries[held[0][1]]
     for item in items:
         for key in ("config", "clock"):
@@ -104,6 +109,26 @@ def read(
     for place, weight in enumerate(weight for block in blocks for weight in block.weights):
         weight.key = place
     return Checkpoint(entries, _grouped(residents, entries), blocks)
+
+
+def _spread_anew(residents: Sequence[Resident], weights: Sequence[Weight], entries: dict[nn.Parameter, Entry]) -> None:
+    """Make state that was saved on other ranks, or on one, as it would be here before a selection. Blocks stay the same."""
+    for weight in weights:
+        saved = entries[weight.param]
+        _require(weight, saved, ("schedule",))
+        _require(weight, saved["schedule"], SCHEDULE, "schedule.")
+        if saved.get("in_flight", saved.get("slots") or saved.get("windows")):
+            theirs, ours = (layout or "unsharded" for layout in (saved.get("layout"), layout_of(weight.param)))
+            raise ValueError(
+                f"the state of {_label(weight)} was saved mid-window under another layout ({theirs}; here it is {ours}), and "
+                "what is in flight belongs to the ranks that saved it: resume on as many, or call optimizer.flush() before it"
+            )
+        selected = torch.full((weight.selected_count,), NONE, dtype=torch.int64, device=weight.shard.device)
+        saved |= {"selected": selected, "slots": (), "windows": (), "schedule": saved["schedule"] | {"last_selection": 0}}
+        saved.pop("selected_moments", None)
+    for number, group in enumerate(resident_groups(residents)):
+        for place, resident in enumerate(group):
+            entries[resident.param] |= {"block": number, "place": place}
 
 
 def _match(
@@ -127,7 +152,7 @@ def _match(
     numbers = [number for saved in saved_groups for number in saved["params"]]
     for (name, param), number in zip(named, numbers, strict=True):
         if number in state_dict["state"]:
-            entries[param] = state_dict["state"][number]
+            entries[param] = here(param, state_dict["state"][number])
         elif id(param) in engine.managed:
             label = name or f"of shape {tuple(param.shape)}"
             raise ValueError(
@@ -180,6 +205,10 @@ def _check_entry(config: ZenFlowConfig, item: Resident | Weight, saved: Entry, a
                 "the same names (model.named_parameters()) and channel_dim as when the state was saved"
             )
     _require(item, saved, ADAMW)
+    if isinstance(item, Weight):
+        for key in ("step", "score"):
+            if key in saved:  # of a sharded parameter, in the shape of a row
+                saved[key] = saved[key].reshape(-1)
     for key in ADAMW[:3]:
         _check_shape(item, saved[key], item.shape, key)
 

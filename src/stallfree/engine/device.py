@@ -48,7 +48,7 @@ class SelectedState:
 
     def __init__(self, block: Block, channels: Channels, kernel: BlockKernel, layouts: Layouts) -> None:
         self.block, self.channels, self.kernel = block, channels, kernel
-        self.device = block.params[0].device
+        self.device = block.shards[0].device
         self.nobody = self._layout([0] * len(block.weights), layouts)
         self.chosen = self._layout([weight.selected_count for weight in block.weights], layouts)
         for layout in {self.nobody, self.chosen}:
@@ -119,7 +119,7 @@ class SelectedState:
     @property
     def planned(self) -> Part:
         """The selected channels as AdamW steps them."""
-        params = [param.detach() for param in self.block.params]
+        params = [shard.detach() for shard in self.block.shards]
         state = (self.master, self.exp_avg, self.exp_avg_sq, self.steps)
         return Part(self.chosen, self.held, params, *state, self.gradient)
 
@@ -127,7 +127,7 @@ class SelectedState:
         """Write the masters of selected channels into the parameters."""
         if self.installed.layout.places:
             for place, weight in enumerate(self.block.weights):
-                rows = self.installed.layout.segments[place].rows(weight.param)
+                rows = self.installed.layout.segments[place].rows(weight.shard)
                 rows.index_copy_(0, self.installed.selected[place], self.rows(self.master, place).to(weight.dtype))
 
     def select(self) -> None:
@@ -152,7 +152,7 @@ class SelectedState:
     def read_weights(self, place: int) -> None:
         """Take a parameter, written from outside, as the new masters of its selected channels."""
         if self.installed.layout.places:
-            rows = self.installed.layout.segments[place].rows(self.block.weights[place].param)
+            rows = self.installed.layout.segments[place].rows(self.block.weights[place].shard)
             adopt_weights(self.rows(self.master, place), rows[self.installed.selected[place]])
 
     @property

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from stallfree.engine.blocks import Weight, describe
+from stallfree.engine.sharding import is_sharded, part_in
 
 aten = torch.ops.aten
 
@@ -50,7 +51,7 @@ class Staged:
     def norm(self) -> Tensor:
         """L2 norm of the whole gradient: fp32 scalar on the device."""
         if self.zero:
-            return torch.zeros((), dtype=torch.float32, device=self.weight.param.device)
+            return torch.zeros((), dtype=torch.float32, device=self.weight.shard.device)
         norm = self._owner.norm(self)
         return norm if self.factor is None else norm * self.factor.abs()
 
@@ -61,6 +62,8 @@ class Staged:
         self.factor = self._owner.scaled(self.factor, factor)
 
     def add(self, grad: Tensor | float, alpha: float) -> None:
+        if isinstance(grad, Tensor) and grad.numel() == 0:  # of a shard without elements
+            grad = 0.0
         self._owner.restage(self, grad, alpha)
 
     def clear(self) -> None:
@@ -71,15 +74,19 @@ class Staged:
 
 
 class StagedGradient(torch.Tensor):
-    """A tensor of the parameter's shape, dtype and device that owns no memory; see the module's docstring."""
+    """A tensor of the parameter's shape, dtype and device that owns no memory; see the module's docstring.
+
+    Of a sharded parameter it stands for the rank's part, inside the DTensor that is `.grad`: what DTensor works out from parts
+    (norms, scaling, accumulation by fully_shard) works out from handles.
+    """
 
     staged: Staged
 
     @staticmethod
     def __new__(cls, staged: Staged, dtype: torch.dtype | None = None, device: torch.device | None = None) -> StagedGradient:
-        param = staged.weight.param
+        shard = part_in(staged.weight.param)
         handle = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=dtype or param.dtype, device=device or param.device
+            cls, shard.shape, strides=shard.stride(), dtype=dtype or shard.dtype, device=device or shard.device
         )
         handle.staged = staged
         return handle
@@ -105,11 +112,11 @@ class StagedGradient(torch.Tensor):
 
 def _way_out(staged: Staged, what: str) -> str:
     name = describe(staged.weight.name, staged.weight.param)
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    replicas = torch.distributed.is_available() and torch.distributed.is_initialized() and not is_sharded(staged.weight.param)
     return (
         f"{what} is not possible on the gradient of {name}: it is staged, with its deferred part in host memory. Norms, "
         "clipping and scaling by a number work as usual; for the plain tensor call optimizer.full_gradient(param)"
-        f"{'. DistributedDataParallel, which computes with gradients of its own, cannot be used' if distributed else ''}"
+        f"{'. DistributedDataParallel, which computes with gradients of its own, cannot be used' if replicas else ''}"
     )
 
 

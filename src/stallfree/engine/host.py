@@ -35,7 +35,7 @@ class HostState:
         self.master, self.exp_avg, self.exp_avg_sq = (
             host_memory(weight.numel * dtype.itemsize).view(dtype).view(shape) for dtype in (torch.float32, moments, moments)
         )
-        self.master.copy_(weight.rows_of(weight.param))
+        self.master.copy_(weight.rows_of(weight.shard))
         self.steps = torch.zeros(weight.channels, dtype=torch.int32, device="cpu")
         self.every = torch.arange(weight.channels, dtype=torch.int64, device="cpu")
         self.deferred = self.every[weight.selected_count :].clone()  # ascending; whose they are says the last hand-over
@@ -55,7 +55,7 @@ class HostState:
 
     def reset(self) -> None:
         """As at construction, from the weights as they are now."""
-        self.master.copy_(self.weight.rows_of(self.weight.param))
+        self.master.copy_(self.weight.rows_of(self.weight.shard))
         for tensor in (self.exp_avg, self.exp_avg_sq, self.steps):
             tensor.zero_()
 
@@ -78,7 +78,7 @@ class HostState:
 
     def read_weights(self) -> None:
         """Take the parameter, written from outside, as the new masters of all channels."""
-        adopt_weights(self.master, self.weight.rows_of(self.weight.param).to("cpu").contiguous())
+        adopt_weights(self.master, self.weight.rows_of(self.weight.shard).to("cpu").contiguous())
 
     @property
     def flats(self) -> tuple[Tensor, ...]:

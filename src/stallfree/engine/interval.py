@@ -106,7 +106,7 @@ class IntervalChange(NamedTuple):
         before, after = self.before, self.interval
         head = f"S {before} -> {after} at call {self.call}" if after != before else f"S stays {before} at call {self.call}"
         if self.step_ms is None:
-            return f"{head}: as given"
+            return f"{head}: as given, or as the ranks agreed"
         text = f"{head}: the host needs {_ms(self.host_ms_before)} per call at S={before} and a call takes {_ms(self.step_ms)}"
         if self.stall_ms and self.stall_ms > STALLED * self.step_ms:
             text += f" and {_ms(self.stall_ms)} of stalls"

@@ -22,11 +22,12 @@ from stallfree import planner
 from stallfree.config import ZenFlowConfig
 from stallfree.engine import weights
 from stallfree.engine.blocks import Block, Resident, build_blocks, check_trainable, classify
-from stallfree.engine.channels import Channels
+from stallfree.engine.channels import Channels, Summed
 from stallfree.engine.device import Layouts, SelectedState
 from stallfree.engine.host import HostWorker
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
 from stallfree.engine.schedule import Clock, slots_needed
+from stallfree.engine.sharding import Agreement, RankSums, is_sharded, own_gradient, shard_of, version_of
 from stallfree.engine.slots import SlotPool, slot_bytes
 from stallfree.engine.staging import Staging, label
 from stallfree.engine.transfer import link_to
@@ -81,6 +82,8 @@ class Engine:
         self.groups: list[ResidentGroup] = []
         self._kinds: list[tuple[str, ...]] = []  # of parameters: of each norm that a call is judged by
         self._layouts: Layouts = {}
+        self._sums = RankSums([], device)  # in the order of `Channels.add_up`
+        self.agreement = Agreement([])
         self._adamw: Update | None = None  # of all that the device updates; None: to be planned
         self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -114,7 +117,8 @@ class Engine:
         needed = planner.plan(named, self.config)
         if self.blocks:  # room for copies is there
             needed = dataclasses.replace(needed, device_staging=0)
-        planner.check_fits(needed, self.device)
+        ranks = Agreement(param for _, param in named)
+        planner.check_fits(needed, self.device, lambda number: ranks.least(number, self.device))
 
     def take(self, residents: Sequence[Sequence[Resident]], blocks: Sequence[Block]) -> None:
         """The same, with residents and weights grouped already, and the weights' keys in the order of the blocks."""
@@ -146,6 +150,13 @@ class Engine:
             trains = weight.param.requires_grad
             self._hooks.append(weight.param.requires_grad_().register_post_accumulate_grad_hook(arrived))
             weight.param.requires_grad_(trains)  # torch refuses hooks of frozen parameters, but keeps them
+        if split:
+            for param in (resident.param for group in residents for resident in group if is_sharded(resident.param)):
+                self._hooks.append(param.register_post_accumulate_grad_hook(own_gradient))
+        self.agreement = Agreement([*self.residents, *self.weights])
+        runs = [(weight.split, weight.channels) for weight in self.channels.weights]
+        runs += [(weight.spread, 1) for weight in self.channels.weights] * 2
+        self._sums = RankSums([*runs, *((group.residents[0].spread, 1) for group in self.groups)], self.device)
         # Records of earlier calls keep their memory. A row is used again when its call's windows have been published.
         shape = (slots_needed(self.config) + 1, 1 + len(self.weights) + len(self.residents))
         on_device = torch.empty(shape, dtype=torch.float32, device=self.device)
@@ -190,7 +201,7 @@ class Engine:
     def _update(self, hypers: Hypers) -> None:
         self.link.follow()
         present = [group.gather() for group in self.groups]
-        skip, factors, record = self._judge([group.norm() for group in self.groups])
+        skip, factors, record = self._judge(self.channels.add_up(self._sums, [group.norm() for group in self.groups]))
         self._show_coming()
         for block in sorted(self.blocks, key=lambda block: block.exchange is None or block.exchange.arrival is None):
             self._publish_due(block)  # first where there is something on the device that keeps others from coming up
@@ -224,22 +235,22 @@ class Engine:
         """Blocks in the order of the backward pass: the next one needs them so."""
         return sorted(self.blocks, key=lambda block: block.turn)
 
-    def _judge(self, norms: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    def _judge(self, summed: Summed) -> tuple[Tensor, Tensor, Tensor]:
         """Whether to skip this call, and by weight and then by resident what its gradient is multiplied by, on the device.
 
-        norms: of each group of residents. The last is the host's copy of both.
+        The last is the host's copy of both. Every rank comes to the same answer.
         """
         channels = self.channels
         staged = [state.staged for state in self.weights.values() if state.staged is not None]
         present = tuple(gradient.weight.key for gradient in staged)
         scales = self._scales()
-        parts = [torch.stack(norms)] if norms else []
+        parts = [torch.stack(summed.residents)] if summed.residents else []
         if self.weights:
-            split = channels.norms() if scales is None else channels.norms() * scales.abs()
+            split = summed.norms() if scales is None else summed.norms() * scales.abs()
             some = len(staged) < len(self.weights)
             parts.append(torch.where(channels.masks(present)[0], split, 0.0) if some else split)
         all_norms = torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float32, device=self.device)
-        norm = torch.linalg.vector_norm(all_norms)
+        norm = self.agreement.mean(torch.linalg.vector_norm(all_norms))
         finite = torch.isfinite(norm)
         skip = torch.zeros_like(finite) if self.config.update_in_backward else ~finite
         clip = self._one
@@ -252,7 +263,7 @@ class Engine:
         torch.cat(parts, out=values)
         if staged and self.config.topk_ratio:
             channels.update_scores(scales, present, self.config.score_decay, skip)
-        self.meter.judge(norm, [gradient.weight for gradient in staged], channels)
+        self.meter.judge(norm, [gradient.weight for gradient in staged], summed)
         self.meter.judge_skip(self.clock.call, skip, all_norms, self._kinds)
         self.link.down(values, slot)
         return skip, values[1:], slot
@@ -404,7 +415,7 @@ class Engine:
             block.forget(window)
             return
         division = window.division
-        params = [None if place in window.dropped else param for place, param in enumerate(block.params)]
+        params = [None if place in window.dropped else shard for place, shard in enumerate(block.block.shards)]
         with self.link.up(window.published, window.work, window.arrival) as values:
             self.kernel.publish(division.layout, division.targets, params, values)
         window.shown = True
@@ -425,7 +436,7 @@ class Engine:
         """What the weights hold now, all or some, was written by this engine since they were looked at."""
         some = self.managed.values() if params is None else [self.managed[id(param)] for param in params]
         for param, seen in some:
-            seen.version = param._version
+            seen.version = version_of(param)
 
     def see(self, param: nn.Parameter) -> None:
         """A parameter as it is now, wherever it is, is what this engine has written."""
@@ -450,13 +461,19 @@ class Engine:
 
     def check_unmoved(self, param: nn.Parameter) -> None:
         """Refuse a gradient of a parameter that is another one than it was."""
-        if param.data_ptr() != self.managed[id(param)][1].address:
+        if shard_of(param).data_ptr() != self.managed[id(param)][1].address:
             weights.check_unmoved(self, param)
 
     def refuse_early(self, what: str) -> None:
         if any(block.early is not None for block in self.blocks):
             raise RuntimeError(
                 f"{what} between backward and step() is not possible with update_in_backward; call it after step()"
+            )
+
+    def refuse_sharded(self, what: str) -> None:
+        if self.agreement.mesh is not None:
+            raise TypeError(
+                f"{what} is for one process; save and load sharded parameters with torch.distributed.checkpoint (docs/fsdp.md)"
             )
 
     def _take_over(self, params: Sequence[nn.Parameter]) -> None:

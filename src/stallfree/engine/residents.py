@@ -9,6 +9,7 @@ from torch import Tensor
 
 from stallfree.engine.blocks import STATE, Resident, kind_of
 from stallfree.engine.device import adopt_weights
+from stallfree.engine.sharding import Groups, gradient_of
 from stallfree.kernels.block import BlockLayout, Part, Segment
 
 GROUP_NUMEL = 1 << 20  # elements that share buffers; larger parameters stand alone
@@ -25,17 +26,17 @@ class ResidentState:
 
     def reset(self) -> None:
         """As at construction, from the parameter as it is now."""
-        self.master.copy_(self.resident.param.detach())
+        self.master.copy_(self.resident.shard.detach())
         for tensor in (self.exp_avg, self.exp_avg_sq, self.steps):
             tensor.zero_()
 
     def show(self) -> None:
         """Write the master into the parameter."""
-        self.resident.param.detach().copy_(self.master)
+        self.resident.shard.detach().copy_(self.master)
 
     def read_weights(self) -> None:
         """Take the parameter, written from outside, as the new master."""
-        adopt_weights(self.master, self.resident.param.detach())
+        adopt_weights(self.master, self.resident.shard.detach())
 
 
 class ResidentGroup:
@@ -43,26 +44,26 @@ class ResidentGroup:
 
     def __init__(self, residents: Sequence[Resident]) -> None:
         self.residents = tuple(residents)
-        device, dtype = residents[0].param.device, residents[0].dtype
-        self.layout = BlockLayout([_segment(resident.param.numel()) for resident in residents], device)
+        device, dtype = residents[0].shard.device, residents[0].dtype
+        self.layout = BlockLayout([_segment(resident.numel) for resident in residents], device)
         self.master = torch.empty(self.layout.selected_numel, dtype=torch.float32, device=device)
         self.exp_avg, self.exp_avg_sq = torch.empty_like(self.master), torch.empty_like(self.master)
         self.steps = torch.zeros(self.layout.places, dtype=torch.int32, device=device)
         self._gradient = torch.empty_like(self.master, dtype=dtype)
         self._parts = [self.part(self._gradient, place) for place in range(len(residents))]
-        self._numel = sum(resident.param.numel() for resident in residents)
+        self._numel = sum(resident.numel for resident in residents)
         self.kinds = tuple(dict.fromkeys(kind_of(resident.name, resident.param) for resident in residents))
         self._there: list[int] = []  # places of those that have a gradient
         # What kernels see of parameters with other strides, each of which stands alone.
-        self._plain = None if residents[0].contiguous else residents[0].param.detach().contiguous()
+        self._plain = None if residents[0].contiguous else residents[0].shard.detach().contiguous()
         self.states = [ResidentState(resident, self, place) for place, resident in enumerate(residents)]
         for state in self.states:
             state.reset()
 
     def part(self, flat: Tensor, place: int) -> Tensor:
         """One parameter's part of a flat buffer, in the parameter's shape."""
-        param = self.residents[place].param
-        return self.layout.selected_rows(flat, place).view(-1)[: param.numel()].view(param.shape)
+        resident = self.residents[place]
+        return self.layout.selected_rows(flat, place).view(-1)[: resident.numel].view(resident.shape)
 
     @property
     def planned(self) -> Part:
@@ -70,14 +71,14 @@ class ResidentGroup:
         every = [
             torch.arange(segment.channels, dtype=torch.int32, device=self.layout.device) for segment in self.layout.segments
         ]
-        weights = [resident.param.detach() for resident in self.residents] if self._plain is None else [self._plain]
+        weights = [resident.shard.detach() for resident in self.residents] if self._plain is None else [self._plain]
         return Part(
             self.layout, torch.cat(every), weights, self.master, self.exp_avg, self.exp_avg_sq, self.steps, self._gradient
         )
 
     def gather(self) -> list[bool]:
         """Before AdamW: bring the gradients there are to where it expects them. Returns which there are."""
-        grads = [resident.param.grad for resident in self.residents]
+        grads = [gradient_of(resident.param) for resident in self.residents]
         self._there = [place for place, grad in enumerate(grads) if grad is not None and grad.numel()]
         there = [grad for grad in grads if grad is not None and grad.numel()]
         if len(there) == len(grads):
@@ -85,7 +86,7 @@ class ResidentGroup:
         elif there:
             torch._foreach_copy_([self._parts[place] for place in self._there], there)
         if there and self._plain is not None:
-            self._plain.copy_(self.residents[0].param.detach())
+            self._plain.copy_(self.residents[0].shard.detach())
         return [grad is not None and grad.numel() > 0 for grad in grads]
 
     def norm(self) -> Tensor:
@@ -103,21 +104,21 @@ class ResidentGroup:
     def scatter(self) -> None:
         """After AdamW."""
         if self._plain is not None:
-            self.residents[0].param.detach().copy_(self._plain)
+            self.residents[0].shard.detach().copy_(self._plain)
 
 
 def resident_groups(residents: Sequence[Resident]) -> list[list[Resident]]:
-    """Small parameters of a dtype together, large and strided ones alone."""
+    """Small parameters of a dtype, spread alike, together, large and strided ones alone."""
     groups: list[list[Resident]] = []
-    open_groups: dict[torch.dtype, list[Resident]] = {}
+    open_groups: dict[tuple[torch.dtype, Groups], list[Resident]] = {}
     for resident in residents:
-        numel = resident.param.numel()
-        if numel >= GROUP_NUMEL or not resident.param.is_contiguous():
+        alike = (resident.dtype, resident.spread)
+        if resident.whole_numel >= GROUP_NUMEL or not resident.contiguous:
             groups.append([resident])
         else:
-            held = open_groups.get(resident.dtype)
-            if held is None or sum(member.param.numel() for member in held) + numel > GROUP_NUMEL:
-                held = open_groups[resident.dtype] = []
+            held = open_groups.get(alike)
+            if held is None or sum(member.whole_numel for member in held) + resident.whole_numel > GROUP_NUMEL:
+                held = open_groups[alike] = []
                 groups.append(held)
             held.append(resident)
     return groups

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from stallfree.engine import weights
 from stallfree.engine.blocks import describe
 from stallfree.engine.gradient import Staged, StagedGradient
+from stallfree.engine.sharding import gradient_of, keep_until_read, set_gradient, shard_of
 from stallfree.engine.window import BlockState, Early, WeightState
 from stallfree.kernels.windows import Call
 
@@ -38,7 +39,7 @@ class Staging:
             self.engine.lose_time("hook")
         self.engine.link.follow()
         state.passes_seen += 1
-        if type(state.weight.param.grad) is StagedGradient:  # it was added to what is staged already
+        if type(gradient_of(state.weight.param)) is StagedGradient:  # it was added to what is staged already
             return
         if state.staged is not None:  # zero_grad() discarded it
             self.discard(state)
@@ -70,7 +71,7 @@ class Staging:
         """Stage the block's gradients, unless zero_grad() has discarded some that were ready."""
         grads: list[Tensor | None] = []
         for state in block.weights:
-            grad = state.weight.param.grad if state.ready and state.staged is None else None
+            grad = gradient_of(state.weight.param) if state.ready and state.staged is None else None
             if grad is None and state.ready and state.staged is None:
                 state.passes_seen = 0
                 self._not_ready(state)
@@ -89,7 +90,7 @@ class Staging:
         for place, grad in enumerate(grads):
             if grad is not None:
                 weight = block.weights[place].weight
-                check_gradient(weight.param, grad, partial(getattr, weight, "name"))
+                check_gradient(weight.shard, grad, partial(getattr, weight, "name"))
                 if grad.requires_grad:
                     raise RuntimeError(
                         f"the gradient of {describe(weight.name, weight.param)} was made by backward(create_graph=True), and "
@@ -97,6 +98,7 @@ class Staging:
                         "create_graph=True), and call backward() on the sum"
                     )
                 engine.check_unmoved(weight.param)
+                keep_until_read(grad, weight.param)
                 engine.link.hold(grad)
                 dense[place] = grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
                 places.append(place)
@@ -110,7 +112,7 @@ class Staging:
         for place in places:
             state = block.weights[place]
             state.staged = staged = Staged(state.weight, call, self)
-            state.weight.param.grad = StagedGradient(staged)
+            set_gradient(state.weight.param, StagedGradient(staged))
         if engine.config.update_in_backward and block.early is None:
             self._replay_early(block, [block.weights[place] for place in places])
 
@@ -147,13 +149,13 @@ class Staging:
         engine = self.engine
         newcomers = []
         for param in params:
-            grad = param.grad
+            grad = gradient_of(param)
             if grad is None:
                 continue
             if type(grad) is StagedGradient:
                 self._check_mine(param, grad.staged)
                 continue
-            check_gradient(param, grad, partial(engine.read_name, param))
+            check_gradient(shard_of(param), grad, partial(engine.read_name, param))
             if id(param) not in engine.managed:
                 newcomers.append((engine.read_name(param), param))
         if newcomers:  # frozen at construction, trained now
@@ -179,7 +181,7 @@ class Staging:
     def _left(self, state: WeightState) -> Tensor | None:
         """A gradient that is still to be staged."""
         param = state.weight.param
-        grad = param.grad
+        grad = gradient_of(param)
         if grad is None:
             if state.staged is not None:
                 self.discard(state)
@@ -187,7 +189,7 @@ class Staging:
         if type(grad) is StagedGradient:
             if not grad.staged.zero:
                 return None
-            grad = torch.zeros_like(param)
+            grad = torch.zeros_like(state.weight.shard)
         if state.staged is not None and _is_early(state):
             self._refuse_change(state.staged)
         return grad
@@ -255,16 +257,16 @@ class Staging:
         state.staged = staged
 
     def full_gradient(self, staged: Staged) -> Tensor:
-        """The plain gradient of a handle: a device tensor of the parameter's shape. Waits for its copy."""
+        """The plain gradient of a handle: a device tensor of the shard's shape. Waits for its copy."""
         state = self.engine.weights[staged.weight.param]
         if staged.zero:
-            return torch.zeros_like(staged.weight.param)
+            return torch.zeros_like(staged.weight.shard)
         self.check_current(staged)
         if _is_early(state):
             raise RuntimeError(f"the gradient of {staged.weight.name} was applied already; read it between backward and step()")
         block, place = state.block, state.place
         division = block.half.division
-        full = torch.empty_like(staged.weight.param, memory_format=torch.contiguous_format)
+        full = torch.empty_like(staged.weight.shard, memory_format=torch.contiguous_format)
         rows = staged.weight.rows_of(full)
         rows.index_copy_(0, division.selected[place], division.layout.selected_rows(block.half.gradient, place))
         link = self.engine.link

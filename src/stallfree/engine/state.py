@@ -5,6 +5,9 @@ rows of selected channels are filled into the room that the host arrays keep for
 
 From construction on the same names are there, with tensors of the same shapes: torch.distributed.checkpoint loads into what an
 optimizer that has just been built exports. What is in flight has no fixed shape. It is in tuples, which are one value to it.
+
+Of a sharded parameter, what has its shape or one number per channel is a DTensor, which any number of ranks can load. What else
+differs between ranks carries the rank in its name: of equal names only one rank's value is kept.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from stallfree.engine.device import Division
 from stallfree.engine.pipeline import Engine
 from stallfree.engine.residents import ResidentState
 from stallfree.engine.schedule import BlockSchedule
+from stallfree.engine.sharding import layout_of, of_this_rank, whole, whole_channels
 from stallfree.engine.weights import notice_writes
 from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window
 from stallfree.kernels.device import Hyper
@@ -30,10 +34,10 @@ from stallfree.kernels.device import Hyper
 def populate(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     """Views of the live state, there from construction on."""
     for param, state in engine.weights.items():
-        into[param] = {name: state.weight.shaped(getattr(state.host, name)) for name in STATE}
-        into[param]["step"] = state.host.steps
+        into[param] = {name: whole(param, state.weight.shaped(getattr(state.host, name))) for name in STATE}
+        into[param]["step"] = whole_channels(param, state.weight.channel_dim, state.host.steps)
     for param, resident in engine.residents.items():
-        into[param] = {name: getattr(resident, name) for name in STATE}
+        into[param] = {name: whole(param, getattr(resident, name)) for name in STATE}
         into[param]["step"] = resident.steps[:1]
 
 
@@ -56,7 +60,7 @@ def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     populate(engine, into)
     for number, group in enumerate(engine.groups):
         for place, resident in enumerate(group.residents):
-            into[resident.param].update(header, block=number, place=place)
+            into[resident.param].update(header, block=number, place=place, layout=layout_of(resident.param))
     for number, block in enumerate(engine.blocks):
         block.settle()
         for state in block.weights:
@@ -77,7 +81,7 @@ def finished(engine: Engine) -> dict[nn.Parameter, Entry]:
     _prepare(engine, "leaving")
     entries = {param: _finished_weight(engine, state) for param, state in engine.weights.items()}
     for param, resident in engine.residents.items():
-        entries[param] = {name: getattr(resident, name).to("cpu", copy=True) for name in STATE}
+        entries[param] = {name: whole(param, getattr(resident, name).to("cpu", copy=True)) for name in STATE}
         entries[param]["step"] = resident.steps[:1].cpu()
     return entries
 
@@ -95,33 +99,38 @@ def _finished_weight(engine: Engine, state: WeightState) -> Entry:
     if held.numel():
         for (ours, _), copy in zip(state.halves(), entry.values(), strict=True):
             copy[held] = ours.to("cpu")
-    return {name: state.weight.shaped(entry[name]) for name in STATE} | {"step": entry["steps"]}
+    param = state.weight.param
+    return {name: whole(param, state.weight.shaped(entry[name])) for name in STATE} | {"step": entry["steps"]}
 
 
 def _export_weight(block: BlockState, state: WeightState) -> Entry:
-    half, host, place = block.half, state.host, state.place
+    half, host, place, param = block.half, state.host, state.place, state.weight.param
     selected = half.installed.selected[place]
     held = selected.to("cpu")
     for ours, theirs in state.halves():
         if held.numel():
             theirs[held] = ours.to("cpu", theirs.dtype)
     exported: Entry = {
-        "published": state.weight.param.detach(),
-        "score": half.nobody.channels_of(half.score, place),
-        "selected": selected if held.numel() else selected.new_full((state.weight.selected_count,), NONE),
+        "layout": layout_of(param),
+        "published": param.detach(),
+        "score": whole_channels(param, state.weight.channel_dim, half.nobody.channels_of(half.score, place)),
         "schedule": {
             "interval": block.schedule.interval,
             "last_selection": block.schedule.last_selection,
         },
         "passes": state.passes_expected,
+        "in_flight": bool(block.open or block.queue),
+    }
+    own: Entry = {
+        "selected": selected if held.numel() else selected.new_full((state.weight.selected_count,), NONE),
         "slots": tuple(_export_slot(collected, state) for collected in block.open),
         "windows": tuple(_export_window(window, state) for window in block.queue),
     }
     if state.weight.selected_count and host.exp_avg.dtype != torch.float32:  # the host's room would round the device's moments
         moments = torch.stack((half.rows(half.exp_avg, place), half.rows(half.exp_avg_sq, place)))
         shape = (2, state.weight.selected_count, state.weight.length)
-        exported["selected_moments"] = moments if held.numel() else moments.new_zeros(shape)
-    return exported
+        own["selected_moments"] = moments if held.numel() else moments.new_zeros(shape)
+    return exported | of_this_rank(param, own)
 
 
 def _export_slot(collected: CollectedCall, state: WeightState) -> dict[str, Any]:
@@ -146,7 +155,7 @@ def _export_window(window: Window, state: WeightState) -> dict[str, Any]:
     division, place = window.division, state.place
     deferred = division.deferred[place]
     if window.shown:  # during backward already: its slots are free
-        published = state.weight.rows_of(state.weight.param)[deferred]
+        published = state.weight.rows_of(state.weight.shard)[deferred]
     else:
         published = _alone(division.layout.deferred_rows(window.published, place))
     return {
@@ -265,7 +274,9 @@ def _division(block: BlockState, selected: list[Tensor]) -> Division:
 def _load_weight(engine: Engine, state: WeightState, saved: Entry) -> None:
     half, host, place = state.block.half, state.host, state.place
     for name in STATE:
-        getattr(host, name).copy_(state.weight.rows_of(saved[name]))
+        rows, mine = state.weight.rows_of(saved[name]), getattr(host, name)
+        if rows.data_ptr() != mine.data_ptr():  # torch.distributed.checkpoint has loaded into what is exported
+            mine.copy_(rows)
     host.steps.copy_(saved["step"])
     half.nobody.channels_of(half.score, place).copy_(saved["score"])
     held = half.installed.selected[place].to("cpu")
@@ -279,7 +290,7 @@ def _load_weight(engine: Engine, state: WeightState, saved: Entry) -> None:
         host.deferred.copy_(half.installed.deferred[place])
     state.passes_expected = saved["passes"]
     param = state.weight.param
-    param.copy_(saved["published"])
+    state.weight.shard.copy_(saved["published"])
     engine.see(param)
     state.restored = saved["published"].to("cpu", copy=True)
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 CALLS = 8  # that a measurement is made of
 APART = 64  # calls between two decisions at least
 CHANGED = 0.15  # by how much a time has to change to be decided upon again
+TOGETHER = 16  # calls after which several ranks compare what they want: each time waits for the device
 PAUSE = 3  # times the usual time of a call: something else went on in between, an evaluation, say
 
 logger = logging.getLogger("stallfree")
@@ -60,6 +61,7 @@ class IntervalTuner:
         self._noticed = False  # that times have changed, and are measured anew
         self._earlier: UpdateTime | None = None  # of the S before
         self._advised = False
+        self._wanted: int | None = None  # the S of the last decision, where ranks change it together
 
     @property
     def deciding(self) -> bool:
@@ -76,6 +78,13 @@ class IntervalTuner:
             self._change(clock, IntervalChange(clock.call, self.schedule[clock.call], clock.interval))
         if not self.deciding or not engine.blocks:
             return
+        self._follow(engine)
+        if engine.agreement.several and clock.call % TOGETHER == 0:
+            self._agree(engine)
+
+    def _follow(self, engine: Engine) -> None:
+        """Take a measurement, and decide if there is something new."""
+        clock = engine.clock
         if clock.warming:
             self._measure_anew(clock, clock.interval)
         if clock.call < self._from:
@@ -148,13 +157,24 @@ class IntervalTuner:
         )
         first = self._next == 0
         self._next, self._basis = clock.call + APART, measured
-        if choice.interval != clock.interval:
+        if engine.agreement.several:
+            self._wanted = choice.interval
+            logger.info("this rank asks for: %s", change.sentence())
+        elif choice.interval != clock.interval:
             self._earlier, self._basis = measured.update, None
             self._change(clock, change)
         elif first:
             logger.info("%s", change.sentence())
         if not choice.hides:
             self._advise(choice, change)
+
+    def _agree(self, engine: Engine) -> None:
+        """Once every rank has decided: the largest S that one asks for, so that the slowest host hides too."""
+        unknown = self.config.max_update_interval + 1
+        largest = -engine.agreement.least(-(self._wanted or unknown), engine.device)
+        if largest not in (unknown, engine.clock.interval):
+            self._earlier, self._basis = None if self._basis is None else self._basis.update, None
+            self._change(engine.clock, IntervalChange(engine.clock.call, largest, engine.clock.interval))
 
     def _change(self, clock: Clock, change: IntervalChange) -> None:
         self.history.append(change)
@@ -187,5 +207,5 @@ class IntervalTuner:
         self.history = [IntervalChange(*change) for change in saved.get("history", ())]
         if same:
             self.by_user = saved.get("by_user", False)
-        self._next, self._basis, self._earlier = 0, None, None
+        self._next, self._basis, self._earlier, self._wanted = 0, None, None, None
         self._measure_anew(clock, clock.interval)

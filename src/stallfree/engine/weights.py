@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from stallfree.engine.blocks import describe
+from stallfree.engine.sharding import shard_of
 from stallfree.engine.window import BlockState, WeightState
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def _host_rows(block: BlockState) -> Tensor:
 
 def _publish(engine: Engine, block: BlockState, values: Tensor) -> None:
     division = block.half.installed
-    engine.kernel.publish(division.layout, division.targets, block.params, engine.link.send(values))
+    engine.kernel.publish(division.layout, division.targets, block.block.shards, engine.link.send(values))
 
 
 def _finish(engine: Engine, block: BlockState) -> None:
@@ -76,7 +77,7 @@ def exact_weights(engine: Engine) -> Iterator[None]:
             engine.check_usable()
             engine.refuse_early("exact_weights()")
             notice_writes(engine)
-            saved.append({param: param.detach().to("cpu", copy=True) for param in engine.weights})
+            saved.append({param: shard_of(param).detach().to("cpu", copy=True) for param in engine.weights})
             for block in engine.blocks:
                 _show_exact(engine, block)
             engine.mark_written()
@@ -98,7 +99,7 @@ def _leave(engine: Engine, saved: list[dict[nn.Parameter, Tensor]]) -> None:
         touched = [engine.read_name(param) for param in _written_outside(engine)] if engine.paused else []
         engine.paused = None
         for param, values in saved[0].items():
-            param.copy_(values)
+            shard_of(param).copy_(values)
         engine.mark_written()
         saved.clear()
     if touched:
@@ -137,12 +138,12 @@ def notice_writes(engine: Engine) -> None:
 def check_unmoved(engine: Engine, param: nn.Parameter) -> None:
     """Refuse a parameter that has changed its device, dtype or shape since the optimizer was built."""
     managed = engine.weights[param].weight if param in engine.weights else engine.residents[param].resident
-    label = describe(managed.name, param)
+    label, shard = describe(managed.name, param), shard_of(param)
     for what, now, then in (
-        ("device", param.device, engine.device),
-        ("dtype", param.dtype, managed.dtype),
-        ("shape", tuple(param.shape), tuple(managed.shape)),
-        ("memory layout", _layout(param.is_contiguous()), _layout(managed.contiguous)),
+        ("device", shard.device, engine.device),
+        ("dtype", shard.dtype, managed.dtype),
+        ("shape", tuple(shard.shape), tuple(managed.shape)),
+        ("memory layout", _layout(shard.is_contiguous()), _layout(managed.contiguous)),
     ):
         if now != then:
             raise RuntimeError(
@@ -158,7 +159,7 @@ def _layout(contiguous: bool) -> str:
 def _absorb(engine: Engine, state: WeightState) -> None:
     """As after a synchronous step: every gradient so far is in the moments, and the written weights are the masters."""
     param, block, place = state.weight.param, state.block, state.place
-    if state.restored is None or not torch.equal(param.detach().cpu(), state.restored):
+    if state.restored is None or not torch.equal(shard_of(param).detach().cpu(), state.restored):
         block.settle()
         for window in block.queue:
             window.dropped.add(place)

@@ -14,6 +14,7 @@ from stallfree.engine.exchange import Exchange
 from stallfree.engine.gradient import Staged
 from stallfree.engine.host import HostState
 from stallfree.engine.schedule import BlockSchedule
+from stallfree.engine.sharding import shard_of, version_of
 from stallfree.engine.slots import Slot, SlotPool
 from stallfree.engine.streams import Point
 from stallfree.engine.transfer import Arrival, Link
@@ -230,13 +231,15 @@ class Written:
 
     def moved(self, param: Tensor) -> bool:
         """Whether the parameter's memory is other memory now, or is read with other strides."""
-        return param.data_ptr() != self.address or not param.is_set_to(self.memory)
+        shard = shard_of(param)
+        return shard.data_ptr() != self.address or not shard.is_set_to(self.memory)
 
     def holds(self, param: Tensor) -> bool:
         """Whether nobody has written it since, in a way that torch notices."""
-        return param._version == self.version and not self.moved(param)
+        return version_of(param) == self.version and not self.moved(param)
 
 
 def written(param: Tensor) -> Written:
     """What to compare a parameter with later."""
-    return Written(param.detach(), param.data_ptr(), param._version)
+    shard = shard_of(param)
+    return Written(shard.detach(), shard.data_ptr(), version_of(param))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from stallfree.engine.blocks import Weight
-    from stallfree.engine.channels import Channels
+    from stallfree.engine.channels import Summed
     from stallfree.engine.transfer import Link
 
 
@@ -28,10 +28,10 @@ class Meter:
         self._judged: tuple[Sequence[Weight], Tensor, Tensor] | None = None  # with gradient; deferred, all: [weights] fp64
         self._before = self._last = (0, 0)  # bytes down and up: in all before this call, and in the last one
 
-    def judge(self, norm: Tensor, present: Sequence[Weight], channels: Channels) -> None:
-        """Of one call: the gradient norm, the weights that have a gradient, and the squared channel norms."""
+    def judge(self, norm: Tensor, present: Sequence[Weight], summed: Summed) -> None:
+        """Of one call: the gradient norm, the weights that have a gradient, and squared norms."""
         self.norm = norm
-        self._judged = (present, channels.deferred_totals(), channels.totals()) if present else None
+        self._judged = (present, summed.deferred_totals, summed.totals) if present else None
 
     def judge_skip(self, call: int, skip: Tensor, norms: Tensor, kinds: Sequence[tuple[str, ...]]) -> None:
         """Of one call: whether it is skipped, the norms that say so, and the kinds of parameters that each is of."""

@@ -1,0 +1,288 @@
+"""Parameters spread over ranks (DTensors, as `fully_shard` makes them): this rank's part, and numbers summed over ranks.
+
+The engine trains a rank's shard as if it were the whole parameter. Three things are different, and all of them are here: the
+shard and its gradient lie inside DTensors, norms and scores are sums over the ranks that hold the other parts, and state is
+saved as DTensors of the parameter's placements. Of a parameter that is no DTensor, everything here is the parameter itself.
+
+Collectives run on the parameters' device only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+Param = Any  # a parameter, which may be a DTensor: type checkers would not follow is_sharded()
+Groups = tuple[Any, ...]  # process groups of a mesh's dimensions, one after the other
+
+_stand_ins: Any = WeakIdKeyDictionary()  # by parameter
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Whether it is a DTensor, which this asks without importing what would define it."""
+    return hasattr(type(tensor), "device_mesh")
+
+
+def shard_of(param: Param) -> Tensor:
+    """The rank's part of a parameter, in the parameter's own memory.
+
+    Of a part without elements, a stand-in that nobody reads: one row (or column) of zeros. So every rank has the same weights
+    and blocks, and takes part in the same sums.
+    """
+    if not is_sharded(param):
+        plain: Tensor = param
+        return plain
+    return _stand_in(param, param._local_tensor) if is_stand_in(param) else part_in(param)
+
+
+def part_in(param: Param) -> Tensor:
+    """The rank's part as it is, be it without elements."""
+    local: Tensor = param._local_tensor if is_sharded(param) else param
+    return local
+
+
+def _stand_in(param: Param, local: Tensor) -> Tensor:
+    held: Tensor | None = _stand_ins.get(param)
+    if held is None or held.device != local.device or held.dtype != local.dtype:
+        held = _stand_ins[param] = local.new_zeros([max(size, 1) for size in local.shape])
+    return held
+
+
+def is_stand_in(param: Param) -> bool:
+    return is_sharded(param) and bool(param.numel()) and not param._local_tensor.numel()
+
+
+def version_of(param: Param) -> int:
+    """Grows with every write that torch counts: through the DTensor, or into the rank's part."""
+    version: int = param._version + param._local_tensor._version if is_sharded(param) else param._version
+    return version
+
+
+def gradient_of(param: Param) -> Tensor | None:
+    """What `.grad` holds of the rank's part."""
+    grad = param.grad
+    if grad is None or not is_sharded(param):
+        plain: Tensor | None = grad
+        return plain
+    if grad.placements != param.placements:
+        grad = param.grad = grad.redistribute(placements=param.placements)
+    local: Tensor = grad._local_tensor
+    if hasattr(local, "wait"):  # a collective is under way
+        local = local.wait()
+    if is_stand_in(param) and type(local) is Tensor:
+        return torch.zeros_like(shard_of(param))
+    return local
+
+
+def set_gradient(param: Param, local: Tensor) -> None:
+    """Put the rank's part of a gradient into `.grad`."""
+    param.grad = whole(param, local)
+
+
+def keep_until_read(local: Tensor, param: Param) -> None:
+    """A gradient is about to be read on the current stream, and then let go of.
+
+    fully_shard relies on gradients to outlive backward: their memory belongs to the stream of the reduce-scatter, which would
+    use it again at once.
+    """
+    if is_sharded(param) and local.is_cuda:
+        local.record_stream(torch.cuda.current_stream(local.device))
+
+
+def own_gradient(param: Param) -> None:
+    """Copy a small gradient out of the buffer that it shares with all others of its group, so that the buffer is free."""
+    if (local := gradient_of(param)) is not None and is_sharded(param) and not is_stand_in(param):
+        keep_until_read(local, param)
+        set_gradient(param, local.clone())
+
+
+def whole(param: Param, local: Tensor) -> Tensor:
+    """The parameter-shaped tensor of which `local`, shaped like the rank's part, is the rank's part."""
+    if not is_sharded(param):
+        return local
+    shape = part_in(param).shape
+    if local.shape != shape:  # of a stand-in
+        local = local[tuple(slice(size) for size in shape)]
+    return _dtensor(param._spec, local, param.shape)
+
+
+def whole_channels(param: Param, channel_dim: int, local: Tensor) -> Tensor:
+    """Likewise for one number per channel of the rank's part: `[rows]`, or the shape of a row."""
+    if not is_sharded(param):
+        return local
+    from torch.distributed.tensor import DTensor, Replicate
+
+    part: DTensor = param._local_tensor
+    shape, mine = (param.shape[:1], part.shape[:1]) if channel_dim == 0 else (param.shape[1:], part.shape[1:])
+    placements = []
+    for placement in param.placements:
+        axis = getattr(placement, "dim", None)
+        if axis is None or (axis == 0) != (channel_dim == 0):
+            placements.append(Replicate())
+        else:
+            placements.append(_moved(placement, axis - channel_dim))
+    spec = type(param._spec)(param.device_mesh, tuple(placements))
+    return _dtensor(spec, local[: mine.numel()].view(mine), shape)
+
+
+def _moved(placement: Any, axis: int) -> Any:
+    """A sharded placement on another axis."""
+    factor = getattr(placement, "split_factor", None)
+    return type(placement)(axis) if factor is None else type(placement)(axis, split_factor=factor)
+
+
+def _dtensor(spec: Any, local: Tensor, shape: torch.Size) -> Tensor:
+    """As fully_shard makes them: unlike DTensor.from_local, this leaves host memory where it is."""
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import TensorMeta
+
+    stride = torch.empty(shape, device="meta").stride()
+    spec = replace(spec, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    tensor: Tensor = DTensor(local, spec, requires_grad=False)
+    return tensor
+
+
+def part_of(param: Param, saved: Any) -> Any:
+    """The inverse: this rank's part of a tensor shaped like a parameter or its channels; zeros for a stand-in."""
+    if not is_sharded(saved):
+        return saved
+    local = saved._local_tensor
+    if local.numel() or not is_stand_in(param):
+        return local
+    return local.new_zeros([max(size, 1) for size in local.shape])
+
+
+def of_this_rank(param: Param, entry: dict[str, Any]) -> dict[str, Any]:
+    """State that is no part of something whole, by names that no other rank has."""
+    return {f"{name}.{rank_in(param)}": (value,) for name, value in entry.items()} if is_sharded(param) else entry
+
+
+def here(param: Param, saved: dict[str, Any]) -> dict[str, Any]:
+    """The state of a parameter as this rank holds it: its parts of what is whole, and what it saved as its own."""
+    entry = {name: part_of(param, value) for name, value in saved.items()}
+    if is_sharded(param):
+        mine = f".{rank_in(param)}"
+        own = {name.removesuffix(mine): value[0] for name, value in saved.items() if name.endswith(mine)}
+        entry = {name: value for name, value in entry.items() if "." not in name} | own
+    return entry
+
+
+# Layout
+
+
+def layout_of(param: Param) -> str:
+    """How a parameter is spread over ranks, for comparison; empty if it is not."""
+    return f"{tuple(param.device_mesh.shape)} {param.placements}" if is_sharded(param) else ""
+
+
+def rank_in(param: Param) -> int:
+    """This rank's number among those that hold the parameter."""
+    mesh = param.device_mesh
+    number = 0
+    for place, size in zip(mesh.get_coordinate(), mesh.shape, strict=True):
+        number = number * size + place
+    return number
+
+
+def groups_of(param: Param, channel_dim: int | None = None) -> Groups:
+    """The groups over which numbers of the parts add up: of the parameter, or of one of its channels."""
+    if not is_sharded(param):
+        return ()
+    groups = []
+    for dim, placement in enumerate(param.placements):
+        axis = getattr(placement, "dim", None)
+        splits = axis is not None and (channel_dim is None or (axis == 0) == (channel_dim == 1))
+        if splits and param.device_mesh.size(dim) > 1:
+            groups.append(param.device_mesh.get_group(dim))
+    return tuple(groups)
+
+
+def check_sharding(param: Param, label: str) -> None:
+    """Refuse DTensors that the optimizer cannot train."""
+    if not is_sharded(param):
+        return
+    mesh, local = param.device_mesh, param._local_tensor
+    if any(placement.is_partial() for placement in param.placements):
+        raise TypeError(f"{label} has a partial placement, {param.placements}; its sum has to be made before it can be trained")
+    if local.device.type not in (mesh.device_type, "meta"):
+        raise TypeError(
+            f"{label} is sharded over {mesh.device_type} devices and held in {local.device.type} memory (CPUOffloadPolicy?): "
+            "the optimizer keeps its own state in host memory; use fully_shard without an offload_policy"
+        )
+
+
+# Numbers that add up
+
+
+class RankSums:
+    """Adds numbers up over ranks: one flat all-reduce for each set of groups, in the same order on every rank.
+
+    runs: for neighbouring numbers, the groups over which they add up, and how many they are.
+    """
+
+    def __init__(self, runs: Sequence[tuple[Groups, int]], device: torch.device) -> None:
+        members: dict[Groups, list[tuple[int, int]]] = {}
+        start = 0
+        for groups, count in runs:
+            if groups:
+                members.setdefault(groups, []).append((start, start + count))
+            start += count
+        self._members: list[tuple[Groups, Tensor | None]] = []
+        for groups, ranges in members.items():
+            numbers = torch.cat([torch.arange(first, last, device=device) for first, last in ranges])
+            self._members.append((groups, None if len(numbers) == start else numbers))
+
+    @property
+    def needed(self) -> bool:
+        return bool(self._members)
+
+    def __call__(self, values: Tensor) -> Tensor:
+        """values: one per number. In place, and returned."""
+        for groups, numbers in self._members:
+            part = values if numbers is None else values[numbers]
+            for group in groups:
+                torch.distributed.all_reduce(part, group=group)
+            if numbers is not None:
+                values[numbers] = part
+        return values
+
+
+class Agreement:
+    """Makes all ranks of some parameters' meshes agree, where the sums leave room for a difference."""
+
+    def __init__(self, params: Iterable[Param]) -> None:
+        meshes = {param.device_mesh: None for param in params if is_sharded(param)}
+        self.mesh: Any = max(meshes, key=lambda mesh: mesh.size(), default=None)
+        self.mixed = len({mesh.size() for mesh in meshes}) > 1
+
+    @property
+    def several(self) -> bool:
+        return self.mesh is not None and self.mesh.size() > 1
+
+    @property
+    def _groups(self) -> Groups:
+        return () if self.mesh is None else tuple(self.mesh.get_group(dim) for dim in range(self.mesh.ndim))
+
+    def mean(self, number: Tensor) -> Tensor:
+        """The same bits on all ranks. A parameter on a smaller mesh is there several times, and its copies may differ."""
+        if self.mixed:
+            assert self.mesh is not None
+            number = number.clone()
+            for group in self._groups:
+                torch.distributed.all_reduce(number, group=group)
+            number = number / self.mesh.size()
+        return number
+
+    def least(self, number: int, device: torch.device) -> int:
+        """The least of all ranks' numbers. Waits for the device."""
+        if not self.several:
+            return number
+        value = torch.tensor(number, dtype=torch.int64, device=device)
+        for group in self._groups:
+            torch.distributed.all_reduce(value, op=torch.distributed.ReduceOp.MIN, group=group)
+        return int(value)

@@ -1,0 +1,215 @@
+"""Sharded checkpoints by torch.distributed.checkpoint: bit-exact on as many ranks, loadable on any number after a flush."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from nets import LR, PRESETS, Run, Transformerish, gathered, in_two_dimensions, weights
+from test_training import equal, near
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from stallfree import ZenFlowAdamW
+
+CALLS = 14
+
+
+def save(run: Run, directory: Path) -> None:
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=directory)
+
+
+def load(run: Run, directory: Path, more_ranks: bool = False) -> None:
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=directory, planner=dcp.DefaultLoadPlanner(allow_partial_load=more_ranks))
+    set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+def resumes(rank, way, settings, directory, step):
+    run = Run.of(way, settings, alike=False)
+    expected = [*run.play(CALLS), run.flushed()]
+    run.optimizer.close()
+    run = Run.of(way, settings, alike=False)
+    for call in range(1, CALLS):
+        run.play(call)
+        if call % step:
+            continue
+        save(run, directory / str(call))
+        fresh = Run.of(way, settings, alike=False)
+        fresh.play(call % 3)
+        load(fresh, directory / str(call))
+        fresh.call = call
+        equal([weights(fresh.model), *fresh.play(CALLS), fresh.flushed()], expected[call - 1 :], f"resumed after call {call}")
+        fresh.optimizer.close()
+    equal([*run.play(CALLS), run.flushed()], expected[-2:], "the run that was saved from")
+    run.optimizer.close()
+
+
+@pytest.mark.parametrize("preset", ["stallfree", "rounds", "device"])
+def test_a_resumed_run_is_bit_identical(two, tmp_path, preset):
+    """Mid-window, with slots and windows in flight on every rank."""
+    two.run(resumes, "sharded", PRESETS[preset], tmp_path, 3)
+
+
+def test_a_resumed_run_with_moments_in_bf16_is_bit_identical(two, tmp_path):
+    two.run(resumes, "sharded", PRESETS["stallfree"] | dict(moments_dtype="bfloat16"), tmp_path, 5)
+
+
+def test_a_resumed_run_that_is_split_by_columns_is_bit_identical(two, tmp_path):
+    two.run(resumes, "by_columns", PRESETS["stallfree"], tmp_path, 5)
+
+
+@pytest.mark.slow
+def test_a_resumed_hybrid_run_is_bit_identical(four, tmp_path):
+    four.run(resumes, "hybrid", PRESETS["stallfree"], tmp_path, 6)
+
+
+def stage(rank, way, settings, source, more_ranks, since, until, target):
+    """Part of a run: from a checkpoint to a flush and another checkpoint."""
+    run = Run.of(way, settings)
+    if source is not None:
+        load(run, source, more_ranks)
+    run.call = since
+    seen = run.play(until)
+    seen.append(run.flushed())
+    if target is not None:
+        save(run, target)
+    run.optimizer.close()
+    return seen
+
+
+class Real:
+    """The loop of a model over two dimensions."""
+
+    def __init__(self, preset="stallfree"):
+        self.model = in_two_dimensions()
+        self.optimizer = ZenFlowAdamW(self.model.named_parameters(), lr=LR, **PRESETS[preset], max_grad_norm=1.0)
+        self.call = 0
+
+    def play(self, until):
+        for call in range(self.call, until):
+            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * call + torch.distributed.get_rank() // 2))
+            self.model(batch).square().sum().backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self.call = until
+        return weights(self.model)
+
+
+def resumes_in_two_dimensions(rank, directory):
+    run = Real()
+    run.play(8)
+    save(run, directory)
+    expected = run.play(CALLS)
+    run.optimizer.close()
+    fresh = Real()
+    load(fresh, directory)
+    fresh.call = 8
+    equal([fresh.play(CALLS)], [expected])
+    fresh.optimizer.close()
+
+
+def test_a_resumed_run_over_two_dimensions_is_bit_identical(four, tmp_path):
+    four.run(resumes_in_two_dimensions, tmp_path)
+
+
+def saved_over_two_dimensions(rank, directory):
+    run = Real("deferred")
+    run.play(8)
+    run.optimizer.flush()
+    save(run, directory)
+    run.play(CALLS)
+    run.optimizer.flush()
+    run.optimizer.close()
+    return weights(run.model)
+
+
+def loaded_over_one(rank, directory):
+    model = Transformerish()
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    run = Run(model, ZenFlowAdamW(model.named_parameters(), lr=LR, **PRESETS["deferred"], max_grad_norm=1.0))
+    load(run, directory)
+    for call in range(8, CALLS):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * call + rank))
+        model(batch).square().sum().backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+    return run.flushed()
+
+
+def test_from_two_dimensions_to_one(two, four, tmp_path):
+    """Each pair of tensor-parallel ranks saw one batch, and so does each rank here; sums are made in another order."""
+    expected = four.run(saved_over_two_dimensions, tmp_path)[0]
+    for a, b in zip(two.run(loaded_over_one, tmp_path)[0], expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+STOPS = (5, 8, 11, 14)
+
+
+def interrupted(settings):
+    """What a run without interruption says, that flushes at the same calls."""
+    run = Run.of("plain", settings)
+    seen = [[*run.play(stop), run.flushed()] for stop in STOPS]
+    run.optimizer.close()
+    return seen
+
+
+@pytest.mark.parametrize("preset", ["deferred", "stallfree"])
+def test_after_a_flush_a_run_goes_on_over_another_number_of_ranks(one, two, four, tmp_path, preset):
+    """1 -> 2 -> 4 -> 1 ranks. Without a selection no bit changes; with one, channels are selected anew, and flushed weights are
+    AdamW's as ever."""
+    settings, since, source = PRESETS[preset] | dict(channel_dim=1), 0, None
+    expected = interrupted(settings)
+    for place, (ranks, stop) in enumerate(zip((one, two, four, one), STOPS, strict=True)):
+        target = tmp_path / str(place)
+        seen = ranks.run(stage, "sharded", settings, source, place in (1, 2), since, stop, target)[0]
+        if preset == "deferred":
+            equal(seen, expected[place], f"part {place}")
+        else:
+            near(seen[-1:], expected[place][-1:])
+        since, source = stop, target
+
+
+def saved_mid_window(rank, directory):
+    run = Run.of("sharded", PRESETS["stallfree"])
+    run.play(7)
+    save(run, directory)
+    run.optimizer.close()
+
+
+def refuses(rank, directory):
+    run = Run.of("sharded", PRESETS["stallfree"])
+    with pytest.raises(ValueError, match=r"mid-window.*flush\(\) before"):
+        load(run, directory, more_ranks=True)
+    run.optimizer.close()
+
+
+def test_what_is_in_flight_is_refused_on_another_number_of_ranks_with_the_way_out(two, four, tmp_path):
+    two.run(saved_mid_window, tmp_path)
+    four.run(refuses, tmp_path)
+
+
+def whole_state(rank):
+    run = Run.of("sharded", PRESETS["stallfree"])
+    run.play(7)
+    entries = run.optimizer.state_dict()["state"]
+    params = list(run.model.parameters())
+    for number, param in enumerate(params):
+        for name in ("master", "exp_avg", "exp_avg_sq"):
+            assert entries[number][name].shape == param.shape
+            assert entries[number][name].placements == param.placements
+    states = [gathered(entries[number]["exp_avg"]) for number in range(len(params))]
+    run.optimizer.close()
+    return states
+
+
+def test_state_is_shaped_and_placed_like_parameters(two):
+    first, second = two.run(whole_state)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
