@@ -14,18 +14,20 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 Param = Any  # a parameter, which may be a DTensor: type checkers would not follow is_sharded()
 Groups = tuple[Any, ...]  # process groups of a mesh's dimensions, one after the other
+
+PLAIN = {Tensor, nn.Parameter}  # asked for first: hooks and step() come by for every parameter
 
 _stand_ins: Any = WeakIdKeyDictionary()  # by parameter
 
 
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor, which this asks without importing what would define it."""
-    return hasattr(type(tensor), "device_mesh")
+    return type(tensor) not in PLAIN and hasattr(type(tensor), "device_mesh")
 
 
 def shard_of(param: Param) -> Tensor:
@@ -34,7 +36,7 @@ def shard_of(param: Param) -> Tensor:
     Of a part without elements, a stand-in that nobody reads: one row (or column) of zeros. So every rank has the same weights
     and blocks, and takes part in the same sums.
     """
-    if not is_sharded(param):
+    if type(param) in PLAIN or not is_sharded(param):
         plain: Tensor = param
         return plain
     return _stand_in(param, param._local_tensor) if is_stand_in(param) else part_in(param)
@@ -59,14 +61,14 @@ def is_stand_in(param: Param) -> bool:
 
 def version_of(param: Param) -> int:
     """Grows with every write that torch counts: through the DTensor, or into the rank's part."""
-    version: int = param._version + param._local_tensor._version if is_sharded(param) else param._version
-    return version
+    version: int = param._version
+    return version if type(param) in PLAIN or not is_sharded(param) else version + param._local_tensor._version
 
 
 def gradient_of(param: Param) -> Tensor | None:
     """What `.grad` holds of the rank's part."""
     grad = param.grad
-    if grad is None or not is_sharded(param):
+    if grad is None or type(param) in PLAIN or not is_sharded(param):
         plain: Tensor | None = grad
         return plain
     if grad.placements != param.placements:
