@@ -22,11 +22,13 @@ from stallfree import planner
 from stallfree.config import ZenFlowConfig
 from stallfree.engine import weights
 from stallfree.engine.blocks import Block, Resident, build_blocks, check_trainable, classify
-from stallfree.engine.channels import Channels, Summed
+from stallfree.engine.channels import Channels
 from stallfree.engine.device import Layouts, SelectedState
 from stallfree.engine.host import HostWorker
+from stallfree.engine.judge import Judge
+from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
-from stallfree.engine.schedule import Clock, slots_needed
+from stallfree.engine.schedule import Clock
 from stallfree.engine.sharding import Agreement, RankSums, is_sharded, own_gradient, shard_of, version_of
 from stallfree.engine.slots import SlotPool, slot_bytes
 from stallfree.engine.staging import Staging, label
@@ -69,25 +71,24 @@ class Engine:
         self.meter = Meter(self.link)
         self.channels = Channels(self.device)
         self.staging = Staging(self)
+        self.judge = Judge(self)
+        self.publishing = Publishing(self.link, self.kernel)
         self.residents: dict[nn.Parameter, ResidentState] = {}
         self.weights: dict[nn.Parameter, WeightState] = {}
         self.blocks: list[BlockState] = []
         self.turns = 0  # blocks staged since the last call
-        self._coming: list[tuple[BlockState, Window]] = []  # due in the next call, in the order of the last backward pass
         self.managed: dict[int, tuple[nn.Parameter, Written]] = {}  # by id: all parameters, as this engine wrote them last
         self.exact_at = 0  # the call after which the weights were those of a flush
         self.paused: str | None = None  # why step() is refused now
         self.failed: BaseException | None = None
         self.closed = False
         self.groups: list[ResidentGroup] = []
-        self._kinds: list[tuple[str, ...]] = []  # of parameters: of each norm that a call is judged by
+        self.kinds: list[tuple[str, ...]] = []  # of parameters: of each norm that a call is judged by
         self._layouts: Layouts = {}
         self._sums = RankSums([], device)  # in the order of `Channels.add_up`
         self.agreement = Agreement([])
         self._adamw: Update | None = None  # of all that the device updates; None: to be planned
-        self._one = torch.ones((), dtype=torch.float32, device=self.device)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._records: tuple[Tensor, Tensor] | None = None  # by call: skip flag and factors; on the device, the host
         self._process = os.getpid()
         self._lock = threading.RLock()
         _open.add(self)
@@ -137,7 +138,7 @@ class Engine:
         trained = [*(resident.param for group in residents for resident in group), *(weight.param for weight in split)]
         self._take_over(trained)
         self._adamw = None
-        self._kinds = [*(group.kinds for group in self.groups), *((weight.kind,) for weight in self.channels.weights)]
+        self.kinds = [*(group.kinds for group in self.groups), *((weight.kind,) for weight in self.channels.weights)]
         for param in trained:
             self.managed[id(param)] = (param, written(param))
         staging = weakref.ref(self.staging)
@@ -157,10 +158,7 @@ class Engine:
         runs = [(weight.split, weight.channels) for weight in self.channels.weights]
         runs += [(weight.spread, 1) for weight in self.channels.weights] * 2
         self._sums = RankSums([*runs, *((group.residents[0].spread, 1) for group in self.groups)], self.device)
-        # Records of earlier calls keep their memory. A row is used again when its call's windows have been published.
-        shape = (slots_needed(self.config) + 1, 1 + len(self.weights) + len(self.residents))
-        on_device = torch.empty(shape, dtype=torch.float32, device=self.device)
-        self._records = (on_device, self.link.host_empty(shape, torch.float32))
+        self.judge.make_room()
 
     @property
     def delay(self) -> Callable[[str], float] | None:
@@ -201,19 +199,15 @@ class Engine:
     def _update(self, hypers: Hypers) -> None:
         self.link.follow()
         present = [group.gather() for group in self.groups]
-        skip, factors, record = self._judge(self.channels.add_up(self._sums, [group.norm() for group in self.groups]))
-        self._show_coming()
-        for block in sorted(self.blocks, key=lambda block: block.exchange is None or block.exchange.arrival is None):
-            self._publish_due(block)  # first where there is something on the device that keeps others from coming up
+        skip, factors, record = self.judge(self.channels.add_up(self._sums, [group.norm() for group in self.groups]))
+        self.publishing.publish_due(self.blocks, self.clock.call)
         self._step_device(present, hypers, factors, skip)
         for block in self.blocks:
             settings = tuple(hypers[id(state.weight.param)] if state.staged is not None else None for state in block.weights)
             self._collect(block, settings, record)
         closing = [(block, self._close(block)) for block in self._in_turn() if block.schedule.closes(self.clock)]
         self._replay(closing)
-        for block, window in closing:
-            if window.due <= self.clock.call:
-                self._publish_due(block)
+        self.publishing.publish_due([block for block, _ in closing], self.clock.call)
         self._finish_call()
 
     def _step_device(self, present: list[list[bool]], hypers: Hypers, factors: Tensor, skip: Tensor) -> None:
@@ -234,49 +228,6 @@ class Engine:
     def _in_turn(self) -> list[BlockState]:
         """Blocks in the order of the backward pass: the next one needs them so."""
         return sorted(self.blocks, key=lambda block: block.turn)
-
-    def _judge(self, summed: Summed) -> tuple[Tensor, Tensor, Tensor]:
-        """Whether to skip this call, and by weight and then by resident what its gradient is multiplied by, on the device.
-
-        The last is the host's copy of both. Every rank comes to the same answer.
-        """
-        channels = self.channels
-        staged = [state.staged for state in self.weights.values() if state.staged is not None]
-        present = tuple(gradient.weight.key for gradient in staged)
-        scales = self._scales()
-        parts = [torch.stack(summed.residents)] if summed.residents else []
-        if self.weights:
-            split = summed.norms() if scales is None else summed.norms() * scales.abs()
-            some = len(staged) < len(self.weights)
-            parts.append(torch.where(channels.masks(present)[0], split, 0.0) if some else split)
-        all_norms = torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float32, device=self.device)
-        norm = self.agreement.mean(torch.linalg.vector_norm(all_norms))
-        finite = torch.isfinite(norm)
-        skip = torch.zeros_like(finite) if self.config.update_in_backward else ~finite
-        clip = self._one
-        if self.config.max_grad_norm is not None:
-            clip = torch.where(finite, (self.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0), clip)
-        factors = clip if scales is None else clip * scales
-        assert self._records is not None
-        values, slot = (records[self.clock.call % len(records)] for records in self._records)
-        parts = [skip.float().view(1), factors.expand(len(self.weights)), clip.expand(len(self.residents))]
-        torch.cat(parts, out=values)
-        if staged and self.config.topk_ratio:
-            channels.update_scores(scales, present, self.config.score_decay, skip)
-        self.meter.judge(norm, [gradient.weight for gradient in staged], summed)
-        self.meter.judge_skip(self.clock.call, skip, all_norms, self._kinds)
-        self.link.down(values, slot)
-        return skip, values[1:], slot
-
-    def _scales(self) -> Tensor | None:
-        """What user code multiplied gradients by: a scalar where it is one number for all, else `[weights]`."""
-        factors = [None if state.staged is None else state.staged.factor for state in self.weights.values()]
-        distinct = {id(state.staged.factor): state.staged.factor for state in self.weights.values() if state.staged is not None}
-        if all(factor is None for factor in distinct.values()):
-            return None
-        if len(distinct) == 1:
-            return next(iter(distinct.values()))
-        return torch.stack([self._one if factor is None else factor for factor in factors])
 
     def _finish_call(self) -> None:
         self.turns = 0
@@ -372,65 +323,8 @@ class Engine:
     # Host -> publish -> weights
 
     def await_windows(self) -> None:
-        """Expect what is due in the next call, and begin to bring it up."""
-        blocks, call = self._in_turn(), self.clock.call + 1
-        self._coming = [(block, window) for block in blocks for window in block.due(call) if not window.shown]
-        self._begin_ups()
-
-    def _begin_ups(self) -> None:
-        """Bring up what is expected, as far as there is room on the device: windows first, in the order of their use."""
-        for _, window in self._coming:
-            if window.arrival is None:
-                window.arrival = self.link.begin_up(window.published, window.work)
-                if window.arrival is None:
-                    return
-        for block, window in self._coming:
-            exchange = block.exchange
-            if exchange is not None and exchange.arrival is None and window.hands_over and block.half.handover is not None:
-                exchange.arrival = self.link.begin_up(exchange.state, window.work)
-                if exchange.arrival is None:
-                    return
-
-    def show_arrived(self, block: BlockState) -> None:
-        """During backward, when nothing reads the block's weights any more: publish what the next call would publish, if it
-        is on its way up already."""
-        shown = [window for other, window in self._coming if other is block and window.arrival is not None]
-        for window in shown:
-            self._show(block, window)
-        if shown:
-            self.mark_written(block.params)
-            self._coming = [pair for pair in self._coming if not pair[1].shown]
-            self._begin_ups()
-
-    def _show_coming(self) -> None:
-        """Publish what backward has not: first what has room on the device already."""
-        for on_its_way in (True, False):
-            for block, window in self._coming:
-                if not window.shown and (window.arrival is not None) is on_its_way:
-                    self._show(block, window)
-        self._coming = []
-
-    def _show(self, block: BlockState, window: Window) -> None:
-        if len(window.dropped) == len(block.weights):
-            block.forget(window)
-            return
-        division = window.division
-        params = [None if place in window.dropped else shard for place, shard in enumerate(block.block.shards)]
-        with self.link.up(window.published, window.work, window.arrival) as values:
-            self.kernel.publish(division.layout, division.targets, params, values)
-        window.shown = True
-        block.give_back(window.slots)
-
-    def _publish_due(self, block: BlockState) -> None:
-        for window in block.due(self.clock.call):
-            block.queue.remove(window)
-            if not window.shown:
-                self._show(block, window)
-            if window.hands_over:
-                if block.half.handover is not None:
-                    assert block.exchange is not None
-                    block.exchange.receive(window.work)
-                block.half.show()
+        """Expect what is due in the next call."""
+        self.publishing.expect(self._in_turn(), self.clock.call + 1)
 
     def mark_written(self, params: Iterable[nn.Parameter] | None = None) -> None:
         """What the weights hold now, all or some, was written by this engine since they were looked at."""

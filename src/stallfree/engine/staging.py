@@ -78,8 +78,8 @@ class Staging:
             grads.append(grad)
         if not block.missing:
             self.stage(block, grads)
-            if block.finished:
-                self.engine.show_arrived(block)
+            if block.finished and self.engine.publishing.show_arrived(block):
+                self.engine.mark_written(block.params)
 
     @torch.no_grad()
     def stage(self, block: BlockState, grads: Sequence[Tensor | None]) -> None:
