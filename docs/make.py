@@ -24,10 +24,12 @@ value.
 AUTO = """
 ## `update_interval="auto"`
 
-S is 1 during the warm-up and 2 after it. Then the optimizer measures: the time between two calls (the median of eight, without
-stalls) and the host's time for a full update. It takes the smallest S whose host update fits 85% of S calls. How host time
-depends on S follows from bytes at first, and from measurements once S has had two values. S grows when calls stall, and shrinks
-only to what fits with 25% to spare. It decides again, at most every 64 calls, when a time has changed by more than 15%.
+S is 1 during the warm-up and 2 after it. Then the optimizer measures: the time between two calls (the median of eight,
+without stalls) and the host's time for a full update. It takes the smallest S whose host update fits 85% of S calls. How
+host time depends on S follows from bytes at first, and from measurements once S has had two values. Where a GPU has done
+almost all it was given whenever a call ends, training is launch-bound, and the share is 50%: a busy memory slows the
+launching thread. S grows when calls stall, and shrinks only to what fits with 25% to spare. It decides again, at most every
+64 calls, when a time has changed by more than 15%.
 
 - `staleness_budget` bounds what that may cost: rho * (S + 1) / 2, a gradient's mean delay in calls, weighted by the share of
   the squared gradient norm that is deferred. At rho 0.2 the budget of 1.0 allows S up to 9, at rho 0.7 only S=1.

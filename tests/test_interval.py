@@ -63,6 +63,20 @@ def test_the_smallest_interval_that_hides(now, traffic, current, step_ms, stall_
     assert choose(current, 8, step_ms / 1e3, cost, stall_ms / 1e3) == Choice(interval, hides)
 
 
+@pytest.mark.parametrize(
+    "step_ms, interval, hides",
+    [
+        (105, 8, True),  # half of the call's time is 52 ms: S=8 needs 50
+        (200, 4, True),
+        (70, 8, True),  # no S leaves half of it, but S=8 hides
+        (55, 8, False),
+    ],
+)
+def test_launch_bound_training_gets_a_calmer_memory(step_ms, interval, hides):
+    cost = HostCost.of(by_bytes(H200, 2), FP32)
+    assert choose(2, 8, step_ms / 1e3, cost, launch_bound=True) == Choice(interval, hides)
+
+
 def test_no_interval_above_the_limit():
     cost = HostCost.of(by_bytes(H200, 2), FP32)
     assert choose(2, 3, 0.105, cost) == Choice(3, hides=False)
@@ -95,5 +109,10 @@ def test_a_change_reads_as_a_sentence():
     assert change.sentence() == (
         "S 2 -> 4 at call 24: the host needs 61 ms per call at S=2 and a call takes 52 ms and 9 ms of stalls; "
         "at S=4 it needs 38 ms; max_update_interval and rho 0.40 allow no larger S"
+    )
+    calm = change._replace(stall_ms=0, limit=8, launch_bound=True)
+    assert calm.sentence() == (
+        "S 2 -> 4 at call 24: the host needs 61 ms per call at S=2 and a call takes 52 ms, bound by the launching thread, "
+        "which a busy memory slows; at S=4 it needs 38 ms"
     )
     assert IntervalChange(7, 3, 2).sentence() == "S 2 -> 3 at call 7: as given, or as the ranks agreed"

@@ -72,6 +72,17 @@ class Run:
         return self.seen
 
 
+@pytest.mark.parametrize("lead, interval", [(0, 3), (5, 2)])
+def test_a_device_that_is_soon_done_waits_for_the_launching_thread(lead, interval):
+    """The host needs 64 ms of 100 at S=2: that hides, and is too much where the launching thread is the limit."""
+    run = Run()
+    run.optimizer.engine.link.lead = lambda: lead
+    run.play(20)
+    assert run.interval == interval
+    assert run.optimizer.interval_history == () or run.optimizer.interval_history[0].launch_bound
+    run.finish()
+
+
 def test_the_first_decision_comes_after_the_warm_up_and_eight_calls():
     run = Run()
     run.host = 0.2  # 128.6 ms per call at S=2, 95.2 at S=3, 78.6 at S=4

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 HEADROOM = 0.85  # of the calls' time may be host work: copies share the memory bus, and calls differ
+CALM = 0.5  # of it where training is launch-bound: a memory that replay saturates for longer slows the launching thread
 SPARE = 1.25  # a smaller S has to fit with this much to spare, so that S does not go back and forth
 STALLED = 0.05  # of a call's time: what stalls more needs a larger S, whatever the host's own time says
 
@@ -68,19 +69,27 @@ def staleness_limit(rho: float | None, budget: float, largest: int) -> int:
     return max(1, min(largest, math.floor(2 * budget / rho - 1 + 1e-9)))
 
 
-def choose(current: int, largest: int, step_seconds: float, cost: HostCost, stall_seconds: float = 0.0) -> Choice:
+def choose(
+    current: int,
+    largest: int,
+    step_seconds: float,
+    cost: HostCost,
+    stall_seconds: float = 0.0,
+    launch_bound: bool = False,
+) -> Choice:
     """The smallest S up to `largest` that hides; one below the current S only if it does so with `SPARE`.
 
     step_seconds, stall_seconds: of a call; the first is the time without stalls.
     """
 
     def smallest(spare: float) -> int | None:
-        fits = (s for s in range(1, largest + 1) if cost.per_call(s) * spare <= HEADROOM * step_seconds)
+        room = (CALM if launch_bound else HEADROOM) * step_seconds
+        fits = (s for s in range(1, largest + 1) if cost.per_call(s) * spare <= room)
         return next(fits, None)
 
     needed, current = smallest(1.0), min(current, largest)
     if needed is None:
-        return Choice(largest, hides=False)
+        return Choice(largest, hides=cost.per_call(largest) <= HEADROOM * step_seconds)
     if stall_seconds > STALLED * step_seconds:
         return Choice(max(needed, min(current + 1, largest)), hides=needed > current or current < largest)
     if needed < current:
@@ -100,6 +109,7 @@ class IntervalChange(NamedTuple):
     host_ms: float | None = None  # per call, expected
     rho: float | None = None
     limit: int | None = None  # the largest S that room and staleness budget allow
+    launch_bound: bool = False
 
     def sentence(self) -> str:
         """For the log."""
@@ -110,6 +120,8 @@ class IntervalChange(NamedTuple):
         text = f"{head}: the host needs {_ms(self.host_ms_before)} per call at S={before} and a call takes {_ms(self.step_ms)}"
         if self.stall_ms and self.stall_ms > STALLED * self.step_ms:
             text += f" and {_ms(self.stall_ms)} of stalls"
+        if self.launch_bound:
+            text += ", bound by the launching thread, which a busy memory slows"
         if after != before:
             text += f"; at S={after} it needs {_ms(self.host_ms)}"
         if after == self.limit and self.rho is not None:

@@ -52,6 +52,11 @@ class Timeline:
     def word(self) -> int:
         return self._word.value
 
+    @property
+    def ahead(self) -> int:
+        """How much of what somebody was told to do is not done yet."""
+        return (self.value - self.word) & _MASK
+
     def next(self) -> Point:
         self.value = (self.value + 1) & _MASK
         return Point(self, self.value)

@@ -143,6 +143,10 @@ class Link:
     def hold_gates(self, until: Point | None) -> None:
         """Gates made from now on open only when a moment has passed, too."""
 
+    def lead(self) -> int | None:
+        """How far the launching thread is ahead of the device, in blocks staged or published. None: there is no device."""
+        return None
+
     def wait_down(self) -> None:
         """Let the launching thread wait for everything that has been sent down so far."""
 
@@ -245,6 +249,9 @@ class DeviceLink(Link):
         if until is not None and not until.passed:
             self._wait(self.streams.to_host, until)
             self._raise(self.streams.to_host, self._came_down)
+
+    def lead(self) -> int:
+        return self._computed.ahead
 
     def wait_down(self) -> None:
         self.streams.synchronize(self.streams.to_host)

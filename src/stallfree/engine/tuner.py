@@ -23,6 +23,7 @@ CALLS = 8  # that a measurement is made of
 APART = 64  # calls between two decisions at least
 CHANGED = 0.15  # by how much a time has to change to be decided upon again
 TOGETHER = 16  # calls after which several ranks compare what they want: each time waits for the device
+LEAD = 0.25  # of the blocks: a device with less still to do than that waits for the launching thread
 PAUSE = 3  # times the usual time of a call: something else went on in between, an evaluation, say
 
 logger = logging.getLogger("stallfree")
@@ -35,6 +36,7 @@ class Mark(NamedTuple):
     stalled: float
     busy: float
     elements: int
+    lead: int | None = None  # blocks that the device has still to work on; None: there is no device
 
 
 class Measured(NamedTuple):
@@ -43,6 +45,7 @@ class Measured(NamedTuple):
     step: float
     stall: float
     update: UpdateTime
+    launch_bound: bool = False  # the device is soon done with what it is given
 
 
 class IntervalTuner:
@@ -90,7 +93,9 @@ class IntervalTuner:
         if clock.call < self._from:
             return
         stats = engine.worker.queue.stats()
-        self._marks.append(Mark(self.now(), engine.link.stalls.so_far(), stats.busy_seconds, stats.elements))
+        self._marks.append(
+            Mark(self.now(), engine.link.stalls.so_far(), stats.busy_seconds, stats.elements, engine.link.lead())
+        )
         if clock.call < self._next or (measured := self._measure(engine)) is None:
             return
         noticed, self._noticed = self._noticed, False
@@ -126,7 +131,9 @@ class IntervalTuner:
         rate = (last.busy - first.busy) / (last.elements - first.elements)  # of a gradient
         elements = sum(block.block.deferred_numel for block in engine.blocks)
         interval = engine.clock.interval
-        return Measured(step, stall, UpdateTime(interval, rate * interval * elements))
+        leads = [mark.lead for mark in self._marks if mark.lead is not None]
+        launch_bound = bool(leads) and statistics.median(leads) < LEAD * len(engine.blocks)
+        return Measured(step, stall, UpdateTime(interval, rate * interval * elements), launch_bound)
 
     def _differs(self, measured: Measured, basis: Measured, paced: bool = False) -> bool:
         """Whether it is worth a decision. paced: the host is slow because it may be."""
@@ -143,7 +150,7 @@ class IntervalTuner:
         moments = 4 if config.moments_dtype == "float32" else 2
         traffic = UpdateBytes(state=2 * (4 + 2 * moments) + dtype.itemsize, slot=dtype.itemsize)
         cost = HostCost.of(measured.update, traffic, self._earlier)
-        choice = choose(clock.interval, limit, measured.step, cost, measured.stall)
+        choice = choose(clock.interval, limit, measured.step, cost, measured.stall, measured.launch_bound)
         change = IntervalChange(
             clock.call,
             choice.interval,
@@ -154,6 +161,7 @@ class IntervalTuner:
             host_ms=cost.per_call(choice.interval) * 1e3,
             rho=rho,
             limit=limit,
+            launch_bound=measured.launch_bound,
         )
         first = self._next == 0
         self._next, self._basis = clock.call + APART, measured
