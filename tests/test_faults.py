@@ -204,6 +204,7 @@ def test_any_other_signal_waits_too(device):
     player.close()
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a Ctrl-C in somebody's gc callback is lost
 @pytest.mark.parametrize("name", ["step", "flush", "state_dict", "exact_weights"])
 def test_ctrl_c_at_random_moments_loses_nothing(device, seed, name, alarm):
     """SIGINT by a timer, at any moment of a call: when it is delivered, the call has been made or has not begun.
