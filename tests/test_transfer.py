@@ -112,6 +112,20 @@ def test_staging_memory_for_one_block_only(monkeypatch):
     assert_identical(run(history), expected)
 
 
+def test_waiting_for_staging_memory_is_a_stall(monkeypatch):
+    """Within a window nothing comes up: all that is waited for are copies down, for one block at a time."""
+    use(monkeypatch, lambda: time.sleep(2e-3))
+    config = ZenFlowConfig(topk_ratio=0.0, update_interval=8, stagger=False, full_warm_up_rounds=0, min_numel=0, block_numel=1)
+    player = Player(History(shapes=((8, 8),) * 6, calls=(Call(),) * 5, config=config))
+    player.play(2)
+    before = player.optimizer.metrics()
+    player.play()
+    after = player.optimizer.metrics()
+    assert after["bytes_up_total"] == before["bytes_up_total"]
+    assert after["stall_ms_total"] - before["stall_ms_total"] > 2 * 3 * 5  # a pause for each block but the first
+    player.close()
+
+
 def broken(kernel, jobs: int):
     """Let a host kernel fail at its n-th job."""
     replay, left = kernel.replay, iter(range(jobs))

@@ -31,7 +31,7 @@ from stallfree.engine.residents import ResidentGroup, ResidentState, resident_gr
 from stallfree.engine.schedule import Clock
 from stallfree.engine.sharding import Agreement, RankSums, is_sharded, own_gradient, shard_of, version_of
 from stallfree.engine.slots import SlotPool, slot_bytes
-from stallfree.engine.staging import Staging, label
+from stallfree.engine.staging import Staging
 from stallfree.engine.transfer import link_to
 from stallfree.engine.tuner import IntervalTuner
 from stallfree.engine.uninterrupted import uninterrupted
@@ -314,11 +314,11 @@ class Engine:
     ) -> WindowWork:
         pause = self.delay("worker") if self.delay else 0.0
         gates = self.link.gates()
-        return WindowWork(block.host, calls, divided, lookahead, True, label(block), gates, places, exchange, pause)
+        return WindowWork(block.host, calls, divided, lookahead, True, block.names, gates, places, exchange, pause)
 
     def run(self, state: WeightState, job: ReplayJob) -> None:
         """Do one job now, after whatever the host has still to do."""
-        self.worker.run(job, label(state.block))
+        self.worker.run(job, state.block.names)
 
     # Host -> publish -> weights
 

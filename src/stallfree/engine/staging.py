@@ -282,11 +282,6 @@ def _is_early(state: WeightState) -> bool:
     return early is not None and state.place in early.places
 
 
-def label(block: BlockState) -> str:
-    """The block's parameters by name."""
-    return ", ".join(describe(state.weight.name, state.weight.param) for state in block.weights)
-
-
 def check_gradient(param: Tensor, grad: Tensor, name: Callable[[], str]) -> None:
     """Refuse a gradient that cannot be staged."""
     if grad.layout != torch.strided:

@@ -92,7 +92,7 @@ class Link:
         self.device = device
         self.bytes_down = self.bytes_up = 0
         self.delay: Callable[[str], float] | None = None  # seconds to lose at a copy
-        self.stalls = Stalls()
+        self.stalls, self.crowding = Stalls(), Stalls()  # for what comes up, and for staging memory on the way down
         self.host = Timeline(torch.zeros(1, dtype=torch.int32, device="cpu"), 0)  # windows done
         self.wait_for_host: Callable[[Point], None] = lambda point: None  # lets the launching thread wait
 
@@ -227,7 +227,7 @@ class DeviceLink(Link):
     @contextmanager
     def staging(self, target: Tensor) -> Iterator[Tensor]:
         stream = self._computing()
-        share = self._down_ring.take(target.nbytes, lambda point: self._wait(stream, point))
+        share = self._down_ring.take(target.nbytes, lambda point: self._stall(stream, point, self.crowding))
         try:
             yield share.memory.view(target.dtype)
         finally:
@@ -275,10 +275,7 @@ class DeviceLink(Link):
         stream = self._computing()
         arrival = arrival or self.begin_up(source, work)
         assert arrival is not None, "the staging memory is full of copies that nobody has used"
-        if not arrival.point.passed:
-            begin = self.streams.record(stream)
-            self._wait(stream, arrival.point)
-            self.stalls.add_pair(begin, self.streams.record(stream))
+        self._stall(stream, arrival.point, self.stalls)
         yield arrival.share.memory.view(source.dtype)
         arrival.share.used = self._raise(stream, self._computed)
 
@@ -301,6 +298,13 @@ class DeviceLink(Link):
     def _wait(self, stream: Stream, point: Point) -> None:
         if not point.passed:
             self.streams.wait_for(stream, point)
+
+    def _stall(self, stream: Stream, point: Point, stalls: Stalls) -> None:
+        """The same for the computing stream, whose time this costs."""
+        if not point.passed:
+            begin = self.streams.record(stream)
+            self.streams.wait_for(stream, point)
+            stalls.add_pair(begin, self.streams.record(stream))
 
     def close(self) -> None:
         if not self._registered:

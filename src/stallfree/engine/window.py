@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
-from stallfree.engine.blocks import STATE, Block, Weight
+from stallfree.engine.blocks import STATE, Block, Weight, describe
 from stallfree.engine.device import Division, SelectedState
 from stallfree.engine.exchange import Exchange
 from stallfree.engine.gradient import Staged
@@ -116,6 +116,7 @@ class BlockState:
     def __init__(self, block: Block, half: SelectedState, link: Link, pool: SlotPool, config: ZenFlowConfig) -> None:
         self.block, self.half, self.link, self.pool = block, half, link, pool
         self.scale = config.deferred_lr_scale
+        self.names = ", ".join(describe(weight.name, weight.param) for weight in block.weights)  # for messages
         self.weights = [WeightState(weight, self, place, config) for place, weight in enumerate(block.weights)]
         self.exchange = Exchange(half, link, pool) if half.chosen.places else None
         self.host = HostBlock(

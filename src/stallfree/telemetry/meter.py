@@ -54,6 +54,7 @@ class Meter:
         self._last = (now[0] - self._before[0], now[1] - self._before[1])
         self._before = now
         self.link.stalls.finish_call()
+        self.link.crowding.finish_call()
 
     def rho(self) -> tuple[float | None, dict[str, float]]:
         """Share of the squared gradient norm in deferred channels, in the last call: over all weights, and by kind."""
@@ -71,7 +72,8 @@ class Meter:
         """Waits for the device. Times in ms, sizes in bytes."""
         rho, by_kind = self.rho()
         last_skipped, not_finite = self.last_skip()
-        (stall_total, stall), (down, up) = self.link.stalls.read(), self._last
+        down, up = self._last
+        stall_total, stall = (sum(parts) for parts in zip(self.link.stalls.read(), self.link.crowding.read(), strict=True))
         return {
             "grad_norm": None if self.norm is None else float(self.norm),
             "skipped_steps": 0 if self.skipped is None else int(self.skipped),
