@@ -138,8 +138,8 @@ def test_staleness_stays_bounded_when_channels_change_hands(device):
             grad = torch.zeros(channels)  # equal scores: the first channels are selected
             if t == impulse:
                 grad = torch.arange(1.0, channels + 1)  # the last channels become the important ones
+            before = p.detach().clone()  # on a GPU, what is due may be shown during backward
             (p * grad.to(device)).sum().backward()
-            before = p.detach().clone()
             optimizer.step()
             optimizer.zero_grad()
             changed = (p.detach() != before).any(0).cpu()

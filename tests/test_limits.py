@@ -1,5 +1,6 @@
 """Limits are known before they bite: what is too large is refused with a table, before anything is allocated."""
 
+import gc
 import resource
 from types import SimpleNamespace
 
@@ -125,6 +126,7 @@ def test_construction_refuses_what_the_device_cannot_hold(monkeypatch):
     monkeypatch.setattr(planner, "available_device_bytes", lambda device: 1 << 20)
     with pytest.raises(MemoryError, match="are free"):
         ZenFlowAdamW([param], preset="device")
+    gc.collect()
     assert torch.cuda.memory_allocated() == before
 
 

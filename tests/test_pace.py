@@ -13,6 +13,7 @@ class Machine:
     def __init__(self, work: float, step: float, saturates: int, most: int = 14) -> None:
         self.work, self.step, self.saturates = work, step, saturates
         self.pace, self.now, self.busy, self.stalled = Pace(most), 0.0, 0.0, 0.0
+        self.interval = 4
 
     def run(self, calls: int, held: bool = False) -> list[int]:
         threads = []
@@ -21,7 +22,7 @@ class Machine:
             self.now += max(took, self.step)
             self.busy += took
             self.stalled += max(0.0, took - self.step)
-            threads.append(self.pace.after_call(Mark(self.now, self.busy, self.stalled), held))
+            threads.append(self.pace.after_call(Mark(self.now, self.busy, self.stalled), self.interval, held))
         return threads
 
     @property
@@ -54,6 +55,37 @@ def test_shorter_calls_get_the_threads_back():
     machine.run(20 * CALLS)
     assert few < machine.pace.threads < 14
     assert machine.load <= 1
+
+
+def test_an_evaluation_between_calls_is_no_idle_host():
+    machine = Machine(0.5, step=0.1, saturates=9)
+    machine.run(20 * CALLS)
+    few = machine.pace.threads
+    for _ in range(10):
+        machine.now += 10.0
+        assert set(machine.run(CALLS - 1)) == {few}
+    assert machine.stalled == 0
+
+
+def test_threads_that_were_needed_are_kept_until_calls_take_longer():
+    """A load that is low on average may still keep the device waiting at times."""
+    machine = Machine(0.3, step=0.1, saturates=9)
+    machine.run(20 * CALLS)
+    few = machine.pace.threads
+    machine.stalled += 0.1
+    machine.run(CALLS)
+    assert machine.pace.threads > few
+    assert min(machine.run(20 * CALLS)) == few + 1
+    machine.step = 0.2
+    machine.run(20 * CALLS)
+    assert machine.pace.threads < few
+
+
+def test_another_interval_begins_with_all_threads():
+    machine = Machine(0.3, step=0.1, saturates=9)
+    machine.run(20 * CALLS)
+    machine.interval = 2
+    assert set(machine.run(3)) == {14}
 
 
 def test_held_it_has_all_threads():

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from histories import Call, History, Player, assert_identical, assert_rounds_to, clipped, histories, hypers, run, tolerance
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import hyper_of
+from streams import use
 from torch import nn
 from training import Mirror, full
 
@@ -62,9 +63,41 @@ class Follower:
 WRITES = ["copy_", "mul_", "element", "load_state_dict"]
 
 
-@given(history=histories(dtypes=("fp32", "fp32", "bf16"), most_calls=16, befores=("flush", "exact")), data=st.data())
+HISTORIES = histories(dtypes=("fp32", "fp32", "bf16"), most_calls=16, befores=("flush", "exact"))
+
+
+@given(history=HISTORIES, data=st.data())
 def test_training_goes_on_from_what_was_written(device, history, data):
     """At any call, to any parameter: a flush leaves AdamW with the same writes, whose moments keep the gradients so far."""
+    check_writes(device, history, data)
+
+
+@given(history=HISTORIES, data=st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_publish_during_backward_overwrites_nothing_that_was_written_before(monkeypatch, history, data):
+    with monkeypatch.context() as patch:
+        use(patch)
+        check_writes(torch.device("cpu"), history, data)
+
+
+@pytest.mark.parametrize("t", range(1, 7))
+def test_what_was_written_stands_until_the_next_step(monkeypatch, t):
+    """Also where what is due is shown during backward."""
+    use(monkeypatch)
+    history = History(
+        shapes=((6, 8), (8, 6), (9,)), calls=(Call(),) * 8, config=ZenFlowConfig(**CONFIG | dict(lag=1, update_interval=2))
+    )
+    player = Player(history, torch.device("cpu"))
+    player.play(t)
+    for p in player.params:
+        overwrite(p, "copy_", t)
+    wrote = player.weights()
+    player.backward()
+    assert_identical([player.weights()], [wrote])
+    player.close()
+
+
+def check_writes(device, history, data) -> None:
     player = Player(history, device)
     follower = Follower(history, [dict(group) for group in player.optimizer.param_groups])
     wrote = [[-4, -4] for _ in history.shapes]

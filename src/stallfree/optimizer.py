@@ -78,7 +78,11 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         check_trainable(named)
         self.config = _agreed(named, planner.with_room(named, config))
         self._engine = self._new_engine(shard_of(named[0][1]).device)
-        self._engine.adopt(named)
+        try:
+            self._engine.adopt(named)
+        except BaseException:
+            self._engine.close()
+            raise
         state.populate(self._engine, self.state)
 
     def _new_engine(self, device: torch.device) -> Engine:

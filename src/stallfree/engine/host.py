@@ -106,11 +106,11 @@ class HostWorker:
             self.timeline.value = points[-1].value
         return points
 
-    def keep_pace(self, stalled: float, held: bool) -> None:
+    def keep_pace(self, stalled: float, interval: int, held: bool) -> None:
         """After a call: work with as many threads as keep up, or with all of them if `held`. stalled: seconds so far."""
         threads = self.pace.threads
         mark = Mark(time.perf_counter(), self.queue.stats().busy_seconds, stalled)
-        if self.pace.after_call(mark, held) != threads:
+        if self.pace.after_call(mark, interval, held) != threads:
             self.kernel.limit(self.pace.threads)
 
     def wait(self, point: Point) -> None:

@@ -7,12 +7,16 @@ if the device waited. No result depends on it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import statistics
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
 
 CALLS = 8  # that a measurement is made of
 AIM, MOST = 0.7, 0.85  # of the calls' time for host work: what is aimed at, and what is too much
 STALLED = 0.01  # of the calls' time: what waits more needs more threads
+PAUSE = 3  # times the usual time of a call: something else went on in between, an evaluation, say
+CHANGED = 0.2  # by how much calls have to take longer for threads to be given away that were needed
 
 
 class Mark(NamedTuple):
@@ -29,29 +33,33 @@ class Pace:
 
     most: int
     threads: int = 0
-    _since: Mark | None = None
-    _calls: int = 0
+    _interval: int = 0
+    _marks: list[Mark] = field(default_factory=list)
+    _needed: tuple[int, float] = (1, 0.0)  # threads, when calls took that long
 
     def __post_init__(self) -> None:
         self.threads = self.most
 
-    def after_call(self, mark: Mark, held: bool = False) -> int:
+    def after_call(self, mark: Mark, interval: int, held: bool = False) -> int:
         """The threads to work with from now on. held: all of them, because somebody measures how fast they are."""
-        if held:
-            self.threads, self._since = self.most, None
-        elif self._since is None:
-            self._since, self._calls = mark, 0
-        else:
-            self._calls += 1
-            if self._calls == CALLS:
-                self.threads = self._choose(self._since, mark)
-                self._since, self._calls = mark, 0
+        if held or interval != self._interval:
+            self.threads, self._interval, self._needed = self.most, interval, (1, 0.0)
+            self._marks.clear()
+        self._marks.append(mark)
+        if len(self._marks) > CALLS:
+            self.threads = self._choose()
+            self._marks = [mark]
         return self.threads
 
-    def _choose(self, first: Mark, last: Mark) -> int:
-        time = last.now - first.now
-        load = (last.busy - first.busy) / time
-        if load > MOST or last.stalled - first.stalled > STALLED * time:
-            return min(self.most, self.threads + max(1, self.threads // 4))
+    def _choose(self) -> int:
+        calls = [Mark(*(after - before for before, after in zip(*pair, strict=True))) for pair in pairwise(self._marks)]
+        usual = statistics.median(call.now for call in calls)
+        time, busy, stalled = (sum(part) for part in zip(*(c for c in calls if c.now <= PAUSE * usual), strict=True))
+        threads, step = self._needed
+        if busy > MOST * time or stalled > STALLED * time:
+            self._needed = (min(self.most, self.threads + 1), usual)
+            return min(self.most, self.threads + max(1, self.threads // 2))
+        if usual > (1 + CHANGED) * step:
+            threads = 1
         # With fewer threads the same work takes longer by less than their number says.
-        return min(self.threads, max(1, -int(-self.threads * load // AIM)))
+        return min(self.threads, max(threads, -int(-self.threads * busy / time // AIM)))

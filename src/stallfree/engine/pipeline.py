@@ -191,7 +191,7 @@ class Engine:
             with self.link.device_guard():
                 self._update(hypers)
                 self.tuner.after_call(self)
-            self.worker.keep_pace(self.link.stalls.so_far(), held=self.clock.warming or self.tuner.measures)
+            self.worker.keep_pace(self.link.stalls.so_far(), self.clock.interval, self.clock.warming or self.tuner.measures)
         except BaseException as error:
             self.failed = error
             raise
@@ -331,6 +331,10 @@ class Engine:
         some = self.managed.values() if params is None else [self.managed[id(param)] for param in params]
         for param, seen in some:
             seen.version = version_of(param)
+
+    def wrote_last(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether nobody else has written these since."""
+        return all(self.managed[id(param)][1].version == version_of(param) for param in params)
 
     def see(self, param: nn.Parameter) -> None:
         """A parameter as it is now, wherever it is, is what this engine has written."""
