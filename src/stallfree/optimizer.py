@@ -173,9 +173,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         named = self._named(self.param_groups, frozen=True)
         loaded = checkpoint.read(self.engine, self.param_groups, named, state_dict, self._room_is_open)
         config = self.config if loaded.room == self.config.max_update_interval else self._with_room(loaded)
-        managed = self.engine.managed
         self.engine.check_joining(
-            [(name, param) for name, param in named if param in loaded.entries and id(param) not in managed]
+            [(name, param) for name, param in named if param in loaded.entries and param not in self.engine.ledger]
         )
         state.abandon(self.engine)
         try:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
-from stallfree.engine.sharding import Groups, check_sharding, groups_of, shard_of
+from stallfree.engine.sharding import Groups, check_sharding, groups_of, part_in, shard_of
 from stallfree.kernels.block import Segment
 
 ALIGNMENT = 64  # elements
@@ -56,6 +56,8 @@ class Weight:
         self.kind, self.contiguous = kind_of(self.name, self.param), True
         shard = self.shard
         self.shape, self.dtype, self.numel = shard.shape, shard.dtype, shard.numel()
+        part = part_in(self.param)
+        self.form = (part.shape, part.stride(), part.dtype, part.device)  # of what stands in `.grad`
         self.whole_numel = self.param.numel()  # on all ranks: blocks and phases follow from it, so that they are the same
         self.spread: Groups = groups_of(self.param)  # over which its squared norm adds up
         self.split: Groups = groups_of(self.param, self.channel_dim)  # over which a channel's does

@@ -153,7 +153,7 @@ def _match(
     for (name, param), number in zip(named, numbers, strict=True):
         if number in state_dict["state"]:
             entries[param] = here(param, state_dict["state"][number])
-        elif id(param) in engine.managed:
+        elif param in engine.ledger:
             label = name or f"of shape {tuple(param.shape)}"
             raise ValueError(
                 f"the state_dict has no state for parameter {number} ({label}), which trains here; if it was frozen when the "

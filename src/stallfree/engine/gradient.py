@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from stallfree.engine.blocks import Weight, describe
-from stallfree.engine.sharding import is_sharded, part_in
+from stallfree.engine.sharding import is_sharded
 
 aten = torch.ops.aten
 
@@ -84,9 +84,9 @@ class StagedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, staged: Staged, dtype: torch.dtype | None = None, device: torch.device | None = None) -> StagedGradient:
-        shard = part_in(staged.weight.param)
+        shape, strides, own_dtype, own_device = staged.weight.form
         handle = torch.Tensor._make_wrapper_subclass(
-            cls, shard.shape, strides=shard.stride(), dtype=dtype or shard.dtype, device=device or shard.device
+            cls, shape, strides=strides, dtype=dtype or own_dtype, device=device or own_device
         )
         handle.staged = staged
         return handle

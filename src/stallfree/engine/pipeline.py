@@ -12,7 +12,7 @@ import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -26,16 +26,17 @@ from stallfree.engine.channels import Channels
 from stallfree.engine.device import Layouts, SelectedState
 from stallfree.engine.host import HostWorker
 from stallfree.engine.judge import Judge
+from stallfree.engine.ledger import Ledger
 from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
 from stallfree.engine.schedule import Clock
-from stallfree.engine.sharding import Agreement, RankSums, is_sharded, own_gradient, shard_of, version_of
+from stallfree.engine.sharding import Agreement, RankSums, is_sharded, own_gradient
 from stallfree.engine.slots import SlotPool, slot_bytes
 from stallfree.engine.staging import Staging
 from stallfree.engine.transfer import link_to
 from stallfree.engine.tuner import IntervalTuner
 from stallfree.engine.uninterrupted import uninterrupted
-from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window, Written, written
+from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window
 from stallfree.kernels import block_kernel
 from stallfree.kernels.block import Update
 from stallfree.kernels.device import Hyper
@@ -77,7 +78,7 @@ class Engine:
         self.weights: dict[nn.Parameter, WeightState] = {}
         self.blocks: list[BlockState] = []
         self.turns = 0  # blocks staged since the last call
-        self.managed: dict[int, tuple[nn.Parameter, Written]] = {}  # by id: all parameters, as this engine wrote them last
+        self.ledger = Ledger()  # of all parameters
         self.exact_at = 0  # the call after which the weights were those of a flush
         self.paused: str | None = None  # why step() is refused now
         self.failed: BaseException | None = None
@@ -140,7 +141,7 @@ class Engine:
         self._adamw = None
         self.kinds = [*(group.kinds for group in self.groups), *((weight.kind,) for weight in self.channels.weights)]
         for param in trained:
-            self.managed[id(param)] = (param, written(param))
+            self.ledger.see(param)
         staging = weakref.ref(self.staging)
         for weight in split:
 
@@ -231,6 +232,7 @@ class Engine:
 
     def _finish_call(self) -> None:
         self.turns = 0
+        self.staging.forget()
         for block in self.blocks:
             block.expect()
             for state in block.weights:
@@ -241,7 +243,7 @@ class Engine:
                     state.staged.consumed = True
                     state.staged = None
                 state.restored = None
-        self.mark_written()
+        self.ledger.mark()
         self.await_windows()
         self.meter.finish_call()
 
@@ -326,21 +328,10 @@ class Engine:
         """Expect what is due in the next call."""
         self.publishing.expect(self._in_turn(), self.clock.call + 1)
 
-    def mark_written(self, params: Iterable[nn.Parameter] | None = None) -> None:
-        """What the weights hold now, all or some, was written by this engine since they were looked at."""
-        some = self.managed.values() if params is None else [self.managed[id(param)] for param in params]
-        for param, seen in some:
-            seen.version = version_of(param)
-
-    def wrote_last(self, params: Iterable[nn.Parameter]) -> bool:
-        """Whether nobody else has written these since."""
-        return all(self.managed[id(param)][1].version == version_of(param) for param in params)
-
     def see(self, param: nn.Parameter) -> None:
         """A parameter as it is now, wherever it is, is what this engine has written."""
-        if self.managed[id(param)][1].moved(param):
+        if self.ledger.see(param):
             self._adamw = None
-        self.managed[id(param)] = (param, written(param))
 
     # Refusals and the end
 
@@ -359,7 +350,7 @@ class Engine:
 
     def check_unmoved(self, param: nn.Parameter) -> None:
         """Refuse a gradient of a parameter that is another one than it was."""
-        if shard_of(param).data_ptr() != self.managed[id(param)][1].address:
+        if not self.ledger.in_place(param):
             weights.check_unmoved(self, param)
 
     def refuse_early(self, what: str) -> None:
@@ -377,7 +368,7 @@ class Engine:
     def _take_over(self, params: Sequence[nn.Parameter]) -> None:
         """Close other optimizers of these parameters: of two, each would take gradients that are for the other."""
         for other in list(_open):
-            if other is not self and other.belongs_here and any(id(param) in other.managed for param in params):
+            if other is not self and other.belongs_here and any(param in other.ledger for param in params):
                 other.close("the optimizer was closed when a newer ZenFlowAdamW took over its parameters")
 
     @property
@@ -400,4 +391,4 @@ class Engine:
             self.worker.close()
             self.link.close()
         self.paused = why
-        self.managed.clear()  # it holds memory of a model that may move now
+        self.ledger.clear()

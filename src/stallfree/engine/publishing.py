@@ -26,7 +26,11 @@ class Publishing:
         self._coming = [(block, window) for block in blocks for window in block.due(call) if not window.shown]
         self._begin_ups()
 
-    def show_arrived(self, block: BlockState) -> bool:
+    def expects(self, block: BlockState) -> bool:
+        """Whether anything of a block is due in the next call."""
+        return any(other is block for other, _ in self._coming)
+
+    def show_arrived(self, block: BlockState) -> None:
         """During backward, when nothing reads the block's weights any more: publish what is on its way up already."""
         shown = [window for other, window in self._coming if other is block and window.arrival is not None]
         for window in shown:
@@ -34,7 +38,6 @@ class Publishing:
         if shown:
             self._coming = [pair for pair in self._coming if not pair[1].shown]
             self._begin_ups()
-        return bool(shown)
 
     def publish_due(self, blocks: Sequence[BlockState], call: int) -> None:
         """In the call: publish what has not been, and let channels arrive.

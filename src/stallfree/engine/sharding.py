@@ -81,9 +81,10 @@ def gradient_of(param: Param) -> Tensor | None:
     return local
 
 
-def set_gradient(param: Param, local: Tensor) -> None:
-    """Put the rank's part of a gradient into `.grad`."""
-    param.grad = whole(param, local)
+def set_gradient(param: Param, local: Tensor) -> Tensor:
+    """Put the rank's part of a gradient into `.grad`. Returns what stands there now."""
+    param.grad = grad = local if type(param) in PLAIN else whole(param, local)
+    return grad
 
 
 def keep_until_read(local: Tensor, param: Param) -> None:

@@ -6,15 +6,14 @@ call, the block is staged at once; until then `.grad` is a plain tensor. `step()
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from stallfree.engine import weights
-from stallfree.engine.blocks import describe
+from stallfree.engine.blocks import Weight, describe
 from stallfree.engine.gradient import Staged, StagedGradient
 from stallfree.engine.sharding import gradient_of, keep_until_read, set_gradient, shard_of
 from stallfree.engine.window import BlockState, Early, WeightState
@@ -29,6 +28,7 @@ class Staging:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._handles: dict[int, Tensor] = {}  # by id of the parameter: what stands in its .grad for what is staged
         self._scaling: tuple[Tensor | None, Tensor | float, int, Tensor] | None = None  # the last product of `scaled`
 
     # From backward
@@ -59,6 +59,7 @@ class Staging:
                 "stronghold) cannot take an update back; call step() after every backward, or use preset zero-offload"
             )
         state.staged, state.passes_seen = None, 0
+        self._handles.pop(id(state.weight.param), None)
         state.block.surprised = True
         self._not_ready(state)
 
@@ -79,8 +80,10 @@ class Staging:
         if not block.missing:
             self.stage(block, grads)
             # Weights that were written from outside keep what is in them, until step() notices.
-            if block.finished and self.engine.wrote_last(block.params) and self.engine.publishing.show_arrived(block):
-                self.engine.mark_written(block.params)
+            engine = self.engine
+            if block.finished and engine.publishing.expects(block) and engine.ledger.untouched(block.params):
+                engine.publishing.show_arrived(block)
+                engine.ledger.mark(block.params)
 
     @torch.no_grad()
     def stage(self, block: BlockState, grads: Sequence[Tensor | None]) -> None:
@@ -90,18 +93,7 @@ class Staging:
         dense: list[Tensor | None] = [None] * len(grads)
         for place, grad in enumerate(grads):
             if grad is not None:
-                weight = block.weights[place].weight
-                check_gradient(weight.shard, grad, partial(getattr, weight, "name"))
-                if grad.requires_grad:
-                    raise RuntimeError(
-                        f"the gradient of {describe(weight.name, weight.param)} was made by backward(create_graph=True), and "
-                        "staging would lose its graph: for a penalty on gradients use torch.autograd.grad(loss, params, "
-                        "create_graph=True), and call backward() on the sum"
-                    )
-                engine.check_unmoved(weight.param)
-                keep_until_read(grad, weight.param)
-                engine.link.hold(grad)
-                dense[place] = grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
+                dense[place] = self._readable(block.weights[place].weight, grad, dtype)
                 places.append(place)
         if not places:
             return
@@ -113,9 +105,26 @@ class Staging:
         for place in places:
             state = block.weights[place]
             state.staged = staged = Staged(state.weight, call, self)
-            set_gradient(state.weight.param, StagedGradient(staged))
+            param = state.weight.param
+            self._handles[id(param)] = set_gradient(param, StagedGradient(staged))
         if engine.config.update_in_backward and block.early is None:
             self._replay_early(block, [block.weights[place] for place in places])
+
+    def _readable(self, weight: Weight, grad: Tensor, dtype: torch.dtype) -> Tensor:
+        """A gradient as kernels read it; refuses what cannot be staged."""
+        param, engine = weight.param, self.engine
+        if not _fits(grad, weight.shape):
+            refuse_gradient(weight.shard, grad, weight.name)
+        if grad.requires_grad:
+            raise RuntimeError(
+                f"the gradient of {describe(weight.name, param)} was made by backward(create_graph=True), and staging would "
+                "lose its graph: for a penalty on gradients use torch.autograd.grad(loss, params, create_graph=True), and "
+                "call backward() on the sum"
+            )
+        engine.check_unmoved(param)
+        keep_until_read(grad, param)
+        engine.link.hold(grad)
+        return grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
 
     def _fill(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Take gradients apart and bring the deferred rows down: in one copy, if they are all there are."""
@@ -150,22 +159,34 @@ class Staging:
         engine = self.engine
         newcomers = []
         for param in params:
-            grad = gradient_of(param)
-            if grad is None:
+            grad = param.grad
+            if grad is None or grad is self._handles.get(id(param)):
                 continue
+            grad = gradient_of(param)
             if type(grad) is StagedGradient:
                 self._check_mine(param, grad.staged)
                 continue
-            check_gradient(shard_of(param), grad, partial(engine.read_name, param))
-            if id(param) not in engine.managed:
+            shard = shard_of(param)
+            if grad is not None and not _fits(grad, shard.shape):
+                refuse_gradient(shard, grad, engine.read_name(param))
+            if param not in engine.ledger:
                 newcomers.append((engine.read_name(param), param))
         if newcomers:  # frozen at construction, trained now
             engine.adopt(newcomers)
         for block in engine.blocks:
-            grads = [self._left(state) for state in block.weights]
+            grads = [None if self._stands(state) else self._left(state) for state in block.weights]
             if any(grad is not None for grad in grads):
                 block.surprised = True
                 self.stage(block, grads)
+
+    def _stands(self, state: WeightState) -> bool:
+        """Whether what is staged of a weight is all there is to it."""
+        param = state.weight.param
+        return state.staged is not None and param.grad is self._handles.get(id(param)) and not state.staged.zero
+
+    def forget(self) -> None:
+        """After a call, which has consumed what was staged."""
+        self._handles.clear()
 
     def _check_mine(self, param: nn.Parameter, staged: Staged) -> None:
         """Refuse a handle that does not stand for the parameter's current gradient."""
@@ -283,13 +304,15 @@ def _is_early(state: WeightState) -> bool:
     return early is not None and state.place in early.places
 
 
-def check_gradient(param: Tensor, grad: Tensor, name: Callable[[], str]) -> None:
-    """Refuse a gradient that cannot be staged."""
+def _fits(grad: Tensor, shape: torch.Size) -> bool:
+    return grad.layout is torch.strided and grad.shape == shape
+
+
+def refuse_gradient(param: Tensor, grad: Tensor, name: str) -> NoReturn:
     if grad.layout != torch.strided:
         raise TypeError(
-            f"the gradient of {describe(name(), param)} is {grad.layout}; only dense ones work (nn.Embedding(sparse=False))"
+            f"the gradient of {describe(name, param)} is {grad.layout}; only dense ones work (nn.Embedding(sparse=False))"
         )
-    if grad.shape != param.shape:
-        raise RuntimeError(
-            f"{describe(name(), param)} was resized after the optimizer was built; build the optimizer after resizing the model"
-        )
+    raise RuntimeError(
+        f"{describe(name, param)} was resized after the optimizer was built; build the optimizer after resizing the model"
+    )

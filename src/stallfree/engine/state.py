@@ -187,7 +187,8 @@ def abandon(engine: Engine) -> None:
         if block.filling is not None:
             block.give_back([block.filling])
             block.filling = None
-    for param, _ in engine.managed.values():
+    engine.staging.forget()
+    for param in engine.ledger:
         param.grad = None
 
 

@@ -34,7 +34,7 @@ def flush(engine: Engine) -> None:
                 division.layout.deferred_rows(values, state.place).copy_(state.host.master[rows])
             _publish(engine, block, values)
     finally:  # what an interrupted flush has written is not from outside
-        engine.mark_written()
+        engine.ledger.mark()
         engine.await_windows()
     engine.exact_at = engine.clock.call
 
@@ -80,7 +80,7 @@ def exact_weights(engine: Engine) -> Iterator[None]:
             saved.append({param: shard_of(param).detach().to("cpu", copy=True) for param in engine.weights})
             for block in engine.blocks:
                 _show_exact(engine, block)
-            engine.mark_written()
+            engine.ledger.mark()
             engine.paused = "inside exact_weights(): leave the context before training on"
         yield
     finally:
@@ -96,11 +96,11 @@ def _leave(engine: Engine, saved: list[dict[nn.Parameter, Tensor]]) -> None:
     with engine.uninterrupted(), torch.no_grad():
         if not saved:
             return
-        touched = [engine.read_name(param) for param in _written_outside(engine)] if engine.paused else []
+        touched = [engine.read_name(param) for param in engine.ledger.touched()] if engine.paused else []
         engine.paused = None
         for param, values in saved[0].items():
             shard_of(param).copy_(values)
-        engine.mark_written()
+        engine.ledger.mark()
         saved.clear()
     if touched:
         raise RuntimeError(f"weights were written inside exact_weights(), where nothing is kept: {', '.join(touched[:4])}")
@@ -117,14 +117,10 @@ def _show_exact(engine: Engine, block: BlockState) -> None:
     _publish(engine, block, values)
 
 
-def _written_outside(engine: Engine) -> list[nn.Parameter]:
-    return [param for param, seen in engine.managed.values() if not seen.holds(param)]
-
-
 def notice_writes(engine: Engine) -> None:
     """Honour weights that were written from outside since the last call: they become the masters."""
     with engine.uninterrupted():
-        changed = _written_outside(engine)
+        changed = engine.ledger.touched()
         for param in changed:
             check_unmoved(engine, param)
         for param in changed:

@@ -14,7 +14,6 @@ from stallfree.engine.exchange import Exchange
 from stallfree.engine.gradient import Staged
 from stallfree.engine.host import HostState
 from stallfree.engine.schedule import BlockSchedule
-from stallfree.engine.sharding import shard_of, version_of
 from stallfree.engine.slots import Slot, SlotPool
 from stallfree.engine.streams import Point
 from stallfree.engine.transfer import Arrival, Link
@@ -220,27 +219,3 @@ class BlockState:
             state.ready = False
         self.missing = sum(state.expected for state in self.weights)
         self.regular, self.surprised = not self.surprised, False
-
-
-@dataclass(slots=True)
-class Written:
-    """A parameter as it was seen last. Holding its memory keeps the allocator from giving the address to other contents."""
-
-    memory: Tensor
-    address: int
-    version: int
-
-    def moved(self, param: Tensor) -> bool:
-        """Whether the parameter's memory is other memory now, or is read with other strides."""
-        shard = shard_of(param)
-        return shard.data_ptr() != self.address or not shard.is_set_to(self.memory)
-
-    def holds(self, param: Tensor) -> bool:
-        """Whether nobody has written it since, in a way that torch notices."""
-        return version_of(param) == self.version and not self.moved(param)
-
-
-def written(param: Tensor) -> Written:
-    """What to compare a parameter with later."""
-    shard = shard_of(param)
-    return Written(shard.detach(), shard.data_ptr(), version_of(param))
