@@ -6,8 +6,9 @@ Everything here is decided once, from names, shapes and settings alone.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -197,21 +198,42 @@ def _channels(tensor: Tensor, channel_dim: int) -> int:
 
 
 def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block]:
-    """Neighbouring weights of one layer and dtype, up to `block_numel` elements; phases share the elements out evenly."""
-    blocks: list[Block] = []
-    shared: tuple[str, torch.dtype] | None = None  # what a block's weights have in common
-    members: list[Weight] = []
+    """Neighbouring weights of one dtype, up to `block_numel` elements; phases share the elements out evenly.
+
+    A layer is a block. Small ones share one, because each costs the launching thread time, as long as there are two blocks for
+    every phase; of a large one there are several.
+    """
+    share = min(config.block_numel, _numel(weights) // (2 * config.max_update_interval))
+    blocks: list[list[Weight]] = []
+    for (_, dtype), layer in groupby(weights, lambda weight: (_layer(weight.name), weight.dtype)):
+        for members in _up_to(config.block_numel, layer):
+            if (
+                blocks
+                and blocks[-1][0].dtype is dtype
+                and _numel(blocks[-1]) + _numel(members) <= min(share, config.block_numel)
+            ):
+                blocks[-1] += members
+            else:
+                blocks.append(members)
+    return _with_phases([Block(members) for members in blocks], config)
+
+
+def _up_to(numel: int, weights: Iterable[Weight]) -> list[list[Weight]]:
+    """Runs of weights with so many elements at most, or one weight."""
+    runs: list[list[Weight]] = []
     for weight in weights:
-        mine = (_layer(weight.name), weight.dtype)
-        if members and (
-            mine != shared or sum(member.whole_numel for member in members) + weight.whole_numel > config.block_numel
-        ):
-            blocks.append(Block(members))
-            members = []
-        shared = mine
-        members.append(weight)
-    if members:
-        blocks.append(Block(members))
+        if runs and _numel(runs[-1]) + weight.whole_numel <= numel:
+            runs[-1].append(weight)
+        else:
+            runs.append([weight])
+    return runs
+
+
+def _numel(weights: Sequence[Weight]) -> int:
+    return sum(weight.whole_numel for weight in weights)
+
+
+def _with_phases(blocks: list[Block], config: ZenFlowConfig) -> list[Block]:
     if config.stagger:
         load = [0] * config.max_update_interval
         for block in sorted(blocks, key=lambda block: -block.whole_numel):

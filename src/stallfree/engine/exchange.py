@@ -47,9 +47,9 @@ class Exchange:
 
     def receive(self, work: Point | None) -> None:
         """Let the device take over the state of arriving channels, once the host is done. Their weights are not shown yet."""
-        arrival, self.arrival = self.arrival, None
+        arrival, self.arrival = self.arrival or self.link.begin_up(self.state, work), None
         with self.link.up(self.state, work, arrival) as state:
-            self._take_over(state)
+            self._take_over(state, arrival)
 
     def receive_now(self) -> None:
         """The same, when the host is done already."""
@@ -58,11 +58,11 @@ class Exchange:
             self.arrival = None
         self._take_over(self.link.send(self.state))
 
-    def _take_over(self, state: Tensor) -> None:
+    def _take_over(self, state: Tensor, arrival: Arrival | None = None) -> None:
         half = self.half
         assert half.handover is not None
         assert self._slot is not None
         half.memory.copy_(state)  # whoever stays comes back as it went: no step came in between
         half.follow(half.handover.division)
-        self.pool.give([self._slot], self.link.read_up())
+        self.pool.give([self._slot], None if arrival is None else arrival.point)
         self._slot = None

@@ -80,7 +80,8 @@ class Publishing:
             return
         division = window.division
         params = [None if place in window.dropped else shard for place, shard in enumerate(block.block.shards)]
+        window.arrival = window.arrival or self.link.begin_up(window.published, window.work)
         with self.link.up(window.published, window.work, window.arrival) as values:
             self.kernel.publish(division.layout, division.targets, params, values)
         window.shown = True
-        block.give_back(window.slots)
+        block.give_back(window.slots, window.arrival)

@@ -38,7 +38,7 @@ class Slot:
 class _Gap:
     start: int
     size: int
-    after: Point | None  # the latest of those that made it
+    after: Point | None  # it may be written once this moment has passed
 
     def __lt__(self, other: _Gap) -> bool:
         return self.start < other.start
@@ -71,7 +71,7 @@ class Room:
         return None
 
     def give(self, start: int, size: int, after: Point | None) -> None:
-        """Give a piece back; it may be written after a moment that is not before that of any piece given back earlier."""
+        """Give a piece back; it may be written after a moment. Pieces that join have the later moment of theirs."""
         gap = _Gap(start, size, after)
         insort(self._gaps, gap)
         place = self._gaps.index(gap)
@@ -80,8 +80,15 @@ class Room:
                 left, right = self._gaps[first], self._gaps[first + 1]
                 if left.start + left.size == right.start and right.start not in self._ends:
                     left.size += right.size
-                    left.after = after
+                    left.after = later(left.after, right.after)
                     del self._gaps[first + 1]
+
+
+def later(one: Point | None, other: Point | None) -> Point | None:
+    """Of two moments on one timeline."""
+    if one is None or other is None:
+        return one or other
+    return one if (one.value - other.value) & 0xFFFFFFFF < 1 << 31 else other
 
 
 class SlotPool:
@@ -119,7 +126,7 @@ class SlotPool:
     def give(self, slots: Iterable[Slot], after: Point | None) -> None:
         """They may be written again once a moment has passed."""
         for slot in slots:
-            self._room.give(slot.start, slot.size, after)
+            self._room.give(slot.start, slot.size, later(slot.after, after))
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is in here."""

@@ -157,10 +157,6 @@ class Link:
     def wait_down(self) -> None:
         """Let the launching thread wait for everything that has been sent down so far."""
 
-    def read_up(self) -> Point | None:
-        """When everything that is on its way up has left host memory."""
-        return None
-
     def begin_up(self, source: Tensor, work: Point | None) -> Arrival | None:
         """Begin an `up` early, if there is room: the copy is made as soon as the host work is done."""
         return None
@@ -262,9 +258,6 @@ class DeviceLink(Link):
 
     def wait_down(self) -> None:
         self.streams.synchronize(self.streams.to_host)
-
-    def read_up(self) -> Point | None:
-        return self._went_up.now()
 
     def begin_up(self, source: Tensor, work: Point | None) -> Arrival | None:
         if not self._up_ring.has_room(source.nbytes):

@@ -154,9 +154,9 @@ class BlockState:
             self.filling = self.pool.take(self.half.division.layout.deferred_numel * self.block.dtype.itemsize)
         return self.filling.rows(self.block.dtype, self.half.division.layout.deferred_numel)
 
-    def give_back(self, slots: Sequence[Slot]) -> None:
-        """Nobody needs what these slots hold, once it has been read for the device."""
-        self.pool.give(slots, self.link.read_up())
+    def give_back(self, slots: Sequence[Slot], arrival: Arrival | None = None) -> None:
+        """Nobody needs what these slots hold, once it has come up to the device."""
+        self.pool.give(slots, None if arrival is None else arrival.point)
 
     def scaled(self, hypers: tuple[Hyper | None, ...]) -> tuple[Hyper | None, ...]:
         """A call's settings as deferred channels have them."""
@@ -208,7 +208,7 @@ class BlockState:
             window.shown = True
             if window.arrival is not None:
                 window.arrival.forget()
-            self.give_back(window.slots)
+            self.give_back(window.slots, window.arrival)
 
     def expect(self) -> None:
         """Begin to wait for the gradients of the next call: of those weights that had one in this call."""
