@@ -366,7 +366,7 @@ def test_nothing_grows(place, device):
             all_threads=threads_of_the_process(),
             registered=len(getattr(engine.link, "_registered", ())),
             slots=engine.pool.nbytes,
-            hooks=len(engine._hooks),
+            hooks=len(engine.hooks),
         )
 
     def train(calls: int) -> None:

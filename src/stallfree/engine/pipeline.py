@@ -24,6 +24,7 @@ from stallfree.engine import weights
 from stallfree.engine.blocks import Block, Resident, build_blocks, check_trainable, classify
 from stallfree.engine.channels import Channels
 from stallfree.engine.device import Layouts, SelectedState
+from stallfree.engine.hooks import Hooks
 from stallfree.engine.host import HostWorker
 from stallfree.engine.judge import Judge
 from stallfree.engine.ledger import Ledger
@@ -89,7 +90,8 @@ class Engine:
         self._sums = RankSums([], device)  # in the order of `Channels.add_up`
         self.agreement = Agreement([])
         self._adamw: Update | None = None  # of all that the device updates; None: to be planned
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        on_gradient = weakref.WeakMethod(self.staging.on_gradient)
+        self.hooks = Hooks(lambda state: None if (alive := on_gradient()) is None else alive(state))
         self._process = os.getpid()
         self._lock = threading.RLock()
         _open.add(self)
@@ -142,19 +144,11 @@ class Engine:
         self.kinds = [*(group.kinds for group in self.groups), *((weight.kind,) for weight in self.channels.weights)]
         for param in trained:
             self.ledger.see(param)
-        staging = weakref.ref(self.staging)
-        for weight in split:
-
-            def arrived(param: Tensor, state: WeightState = self.weights[weight.param]) -> None:
-                if (alive := staging()) is not None:
-                    alive.on_gradient(state)
-
-            trains = weight.param.requires_grad
-            self._hooks.append(weight.param.requires_grad_().register_post_accumulate_grad_hook(arrived))
-            weight.param.requires_grad_(trains)  # torch refuses hooks of frozen parameters, but keeps them
+        for state in self.blocks[-len(blocks) :] if blocks else ():
+            self.hooks.watch_block(state)
         if split:
             for param in (resident.param for group in residents for resident in group if is_sharded(resident.param)):
-                self._hooks.append(param.register_post_accumulate_grad_hook(own_gradient))
+                self.hooks.watch(param, own_gradient)
         self.agreement = Agreement([*self.residents, *self.weights])
         runs = [(weight.split, weight.channels) for weight in self.channels.weights]
         runs += [(weight.spread, 1) for weight in self.channels.weights] * 2
@@ -235,6 +229,7 @@ class Engine:
         self.staging.forget()
         for block in self.blocks:
             block.expect()
+            self.hooks.after_call(block)
             for state in block.weights:
                 if state.passes_seen:
                     state.passes_expected = state.passes_seen
@@ -382,8 +377,7 @@ class Engine:
             return
         self.closed = True
         _open.discard(self)
-        while self._hooks:
-            self._hooks.pop().remove()
+        self.hooks.close()
         try:
             self.link.wait_down()  # the host waits for what is on its way down
             self.worker.finish()

@@ -7,6 +7,7 @@ call, the block is staged at once; until then `.grad` is a plain tensor. `step()
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from sys import getrefcount
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -38,6 +39,7 @@ class Staging:
         if self.engine.delay:
             self.engine.lose_time("hook")
         self.engine.link.follow()
+        block = state.block
         state.passes_seen += 1
         if type(gradient_of(state.weight.param)) is StagedGradient:  # it was added to what is staged already
             return
@@ -46,10 +48,21 @@ class Staging:
             state.passes_seen = 1
         if not state.ready and state.passes_seen >= (state.passes_expected or 1):
             state.ready = True
-            block = state.block
             block.missing -= state.expected
+            if block.watched is state:
+                self._look_at_others(block, state)
             if not block.missing:
+                block.last = state
                 self._stage_ready(block)
+
+    def _look_at_others(self, block: BlockState, watched: WeightState) -> None:
+        """The only weight of a block that is watched is ready: then the others should be, too."""
+        for state in block.weights:
+            if state is not watched:
+                if state.staged is not None and type(gradient_of(state.weight.param)) is not StagedGradient:
+                    self.discard(state)
+                state.ready, state.passes_seen = True, watched.passes_seen
+        block.missing = 0
 
     def discard(self, state: WeightState) -> None:
         """Forget a staged gradient that is no longer in `.grad`."""
@@ -72,10 +85,12 @@ class Staging:
         """Stage the block's gradients, unless zero_grad() has discarded some that were ready."""
         grads: list[Tensor | None] = []
         for state in block.weights:
-            grad = gradient_of(state.weight.param) if state.ready and state.staged is None else None
-            if grad is None and state.ready and state.staged is None:
-                state.passes_seen = 0
-                self._not_ready(state)
+            grad = None
+            if state.ready and state.staged is None:
+                grad = gradient_of(state.weight.param)
+                if grad is None or type(grad) is StagedGradient:
+                    grad, state.passes_seen = None, 0
+                    self._not_ready(state)
             grads.append(grad)
         if not block.missing:
             self.stage(block, grads)
@@ -106,9 +121,17 @@ class Staging:
             state = block.weights[place]
             state.staged = staged = Staged(state.weight, call, self)
             param = state.weight.param
-            self._handles[id(param)] = set_gradient(param, StagedGradient(staged))
+            self._handles[id(param)] = set_gradient(param, self._handle(state, staged))
         if engine.config.update_in_backward and block.early is None:
             self._replay_early(block, [block.weights[place] for place in places])
+
+    def _handle(self, state: WeightState, staged: Staged) -> StagedGradient:
+        """What stands for a gradient: the last call's, if nobody has kept it."""
+        handle = state.handle
+        if handle is None or getrefcount(handle) > 3:  # the state's reference, and those of this variable and this question
+            handle = state.handle = StagedGradient(staged)
+        handle.staged = staged
+        return handle
 
     def _readable(self, weight: Weight, grad: Tensor, dtype: torch.dtype) -> Tensor:
         """A gradient as kernels read it; refuses what cannot be staged."""

@@ -11,7 +11,7 @@ from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import STATE, Block, Weight, describe
 from stallfree.engine.device import Division, SelectedState
 from stallfree.engine.exchange import Exchange
-from stallfree.engine.gradient import Staged
+from stallfree.engine.gradient import Staged, StagedGradient
 from stallfree.engine.host import HostState
 from stallfree.engine.schedule import BlockSchedule
 from stallfree.engine.slots import Slot, SlotPool
@@ -29,6 +29,7 @@ class WeightState:
         self.weight, self.block, self.place = weight, block, place
         self.host = HostState(weight, config)
         self.staged: Staged | None = None
+        self.handle: StagedGradient | None = None  # that stood for the gradient staged last
         self.ready = False  # no further pass is expected before the next call
         self.expected = True  # a gradient is: there was one in the last call
         self.passes_seen = 0  # backward passes since the last call
@@ -134,6 +135,10 @@ class BlockState:
         self.missing = len(self.weights)  # weights whose gradients are expected and not ready
         self.surprised = False  # in the call under way, more or fewer gradients have come than were expected
         self.regular = False  # nothing of that kind happened in the last call
+        self.last: WeightState | None = None  # whose gradient completed the block, in the call under way
+        self.last_before: WeightState | None = None  # and in the one before
+        self.alike = 0  # calls in which that was the same one
+        self.watched: WeightState | None = None  # the only one that calls back; None: all do (`Hooks`)
 
     @property
     def phase(self) -> int:
@@ -212,6 +217,9 @@ class BlockState:
 
     def expect(self) -> None:
         """Begin to wait for the gradients of the next call: of those weights that had one in this call."""
+        if self.watched is not None:
+            for state in self.weights:
+                state.passes_seen = max(state.passes_seen, self.watched.passes_seen)
         if any(state.staged is not None for state in self.weights):
             for state in self.weights:
                 state.expected = state.staged is not None

@@ -1,0 +1,81 @@
+"""All parameters as this engine wrote them last: whoever else writes one is noticed by its address and its version.
+
+Asked several times per call about every parameter, which is why plain ones are compared here and now, attribute by attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from torch import Tensor, nn
+
+from stallfree.engine.sharding import PLAIN, shard_of, version_of
+
+
+class Written:
+    """A parameter as it was seen last. Holding its memory keeps the allocator from giving the address to other contents."""
+
+    __slots__ = ("address", "memory", "param", "plain", "version")
+
+    def __init__(self, param: nn.Parameter) -> None:
+        shard = shard_of(param)
+        self.param, self.memory = param, shard.detach()
+        self.address, self.version = shard.data_ptr(), version_of(param)
+        self.plain = type(param) in PLAIN and param.is_contiguous()
+
+    def moved(self) -> bool:
+        """Whether the parameter's memory is other memory now, or is read with other strides."""
+        shard: Tensor = shard_of(self.param)
+        return shard.data_ptr() != self.address or not shard.is_set_to(self.memory)
+
+
+class Ledger:
+    """What this engine wrote last, by parameter."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Written] = {}  # by id: tensors are slow to look up
+
+    def __contains__(self, param: nn.Parameter) -> bool:
+        return id(param) in self._entries
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (entry.param for entry in self._entries.values())
+
+    def see(self, param: nn.Parameter) -> bool:
+        """A parameter, as and where it is now, is as this engine wrote it. Returns whether it was elsewhere before."""
+        before = self._entries.get(id(param))
+        self._entries[id(param)] = Written(param)
+        return before is not None and before.moved()
+
+    def mark(self, params: Iterable[nn.Parameter] | None = None) -> None:
+        """What all or some hold now was written by this engine since they were looked at."""
+        some = self._entries.values() if params is None else [self._entries[id(param)] for param in params]
+        for entry in some:
+            entry.version = entry.param._version if entry.plain else version_of(entry.param)
+
+    def untouched(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether nobody else has written these since, in a way that torch notices."""
+        return all(self._entries[id(param)].version == version_of(param) for param in params)
+
+    def touched(self) -> list[nn.Parameter]:
+        """Those that somebody else has written since, or put elsewhere."""
+        return [
+            entry.param
+            for entry in self._entries.values()
+            if (
+                entry.version != entry.param._version
+                or entry.address != entry.param.data_ptr()
+                or not entry.param.is_contiguous()
+                if entry.plain
+                else entry.version != version_of(entry.param) or entry.moved()
+            )
+        ]
+
+    def in_place(self, param: nn.Parameter) -> bool:
+        """Whether a parameter's memory is where it was."""
+        address = self._entries[id(param)].address
+        return address == (param if type(param) in PLAIN else shard_of(param)).data_ptr()
+
+    def clear(self) -> None:
+        """Let go of the memory, of a model that may move from now on."""
+        self._entries.clear()
