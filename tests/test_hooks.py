@@ -29,7 +29,7 @@ class Branches(nn.Module):
 
 
 def train(plan: list[list[list[int]]]) -> tuple[list[torch.Tensor], list[int]]:
-    """plan: for each call its backward passes, each with the order of the parts. Returns the weights and the hooks after calls."""
+    """plan: by call, its backward passes, each an order of the parts. Returns the weights, and how many hooks there were."""
     torch.manual_seed(0)
     model = Branches()
     optimizer = ZenFlowAdamW(model.named_parameters(), lr=1e-2, config=ZenFlowConfig(**SETTINGS))

@@ -32,6 +32,10 @@ class Owner(Protocol):
 
     def check_scalable(self, staged: Staged) -> None: ...
 
+    def cleared(self) -> None:
+        """Some handle has become zero."""
+        ...
+
     def restage(self, staged: Staged, grad: Tensor | float, alpha: float) -> None: ...
 
     def full_gradient(self, staged: Staged) -> Tensor: ...
@@ -68,6 +72,7 @@ class Staged:
 
     def clear(self) -> None:
         self.zero, self.factor = True, None
+        self._owner.cleared()
 
     def full(self) -> Tensor:
         return self._owner.full_gradient(self)

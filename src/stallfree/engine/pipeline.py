@@ -80,6 +80,7 @@ class Engine:
         self.blocks: list[BlockState] = []
         self.turns = 0  # blocks staged since the last call
         self.ledger = Ledger()  # of all parameters
+        self.resident_ids: set[int] = set()
         self.exact_at = 0  # the call after which the weights were those of a flush
         self.paused: str | None = None  # why step() is refused now
         self.failed: BaseException | None = None
@@ -130,6 +131,7 @@ class Engine:
         split = [weight for block in blocks for weight in block.weights]
         self.groups.extend(groups)
         self.residents.update({state.resident.param: state for group in groups for state in group.states})
+        self.resident_ids = {id(param) for param in self.residents}
         if split:
             self.channels.extend(split)
         halves = [SelectedState(block, self.channels, self.kernel, self._layouts) for block in blocks]

@@ -51,7 +51,7 @@ class ResidentGroup:
         self.steps = torch.zeros(self.layout.places, dtype=torch.int32, device=device)
         self._gradient = torch.empty_like(self.master, dtype=dtype)
         self._parts = [self.part(self._gradient, place) for place in range(len(residents))]
-        self._numel = sum(resident.numel for resident in residents)
+        self._whole = self._gradient[: sum(resident.numel for resident in residents)]
         self.kinds = tuple(dict.fromkeys(kind_of(resident.name, resident.param) for resident in residents))
         self._there: list[int] = []  # places of those that have a gradient
         # What kernels see of parameters with other strides, each of which stands alone.
@@ -79,21 +79,22 @@ class ResidentGroup:
     def gather(self) -> list[bool]:
         """Before AdamW: bring the gradients there are to where it expects them. Returns which there are."""
         grads = [gradient_of(resident.param) for resident in self.residents]
-        self._there = [place for place, grad in enumerate(grads) if grad is not None and grad.numel()]
-        there = [grad for grad in grads if grad is not None and grad.numel()]
+        present = [grad is not None and grad.numel() > 0 for grad in grads]
+        there = [grad for grad, is_there in zip(grads, present, strict=True) if grad is not None and is_there]
+        self._there = [place for place, is_there in enumerate(present) if is_there]
         if len(there) == len(grads):
-            torch.cat([grad.reshape(-1) for grad in there], out=self._gradient[: self._numel])
+            torch.cat([grad if grad.dim() == 1 else grad.reshape(-1) for grad in there], out=self._whole)
         elif there:
             torch._foreach_copy_([self._parts[place] for place in self._there], there)
         if there and self._plain is not None:
             self._plain.copy_(self.residents[0].shard.detach())
-        return [grad is not None and grad.numel() > 0 for grad in grads]
+        return present
 
     def norm(self) -> Tensor:
         """L2 norm of the gradients gathered last: fp32 scalar on the device."""
         norm: Tensor
         if len(self._there) == len(self.residents):  # as a whole
-            norm = torch.linalg.vector_norm(self._gradient[: self._numel], dtype=torch.float32)
+            norm = torch.linalg.vector_norm(self._whole, dtype=torch.float32)
         elif self._there:
             parts = [self._parts[place] for place in self._there]
             norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, torch.float32)))

@@ -30,6 +30,7 @@ class Staging:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._handles: dict[int, Tensor] = {}  # by id of the parameter: what stands in its .grad for what is staged
+        self._zeroed = False  # some handle has been, since the last call
         self._scaling: tuple[Tensor | None, Tensor | float, int, Tensor] | None = None  # the last product of `scaled`
 
     # From backward
@@ -179,24 +180,36 @@ class Staging:
 
     def collect(self, params: Iterable[nn.Parameter]) -> None:
         """Make `.grad` and what is staged agree; refuse what cannot be used before anything changes."""
-        engine = self.engine
+        engine, handles, residents = self.engine, self._handles, self.engine.resident_ids
+        left, self._zeroed = self._zeroed, False  # whether anything is still to be staged, or has been discarded
         newcomers = []
         for param in params:
             grad = param.grad
-            if grad is None or grad is self._handles.get(id(param)):
+            if grad is None:
+                left = left or id(param) in handles
+                continue
+            if grad is handles.get(id(param)):
                 continue
             grad = gradient_of(param)
             if type(grad) is StagedGradient:
                 self._check_mine(param, grad.staged)
+                left = True
                 continue
             shard = shard_of(param)
             if grad is not None and not _fits(grad, shard.shape):
                 refuse_gradient(shard, grad, engine.read_name(param))
-            if param not in engine.ledger:
-                newcomers.append((engine.read_name(param), param))
+            if id(param) not in residents:
+                left = True
+                if param not in engine.ledger:
+                    newcomers.append((engine.read_name(param), param))
         if newcomers:  # frozen at construction, trained now
             engine.adopt(newcomers)
-        for block in engine.blocks:
+        if left:
+            self._stage_left()
+
+    def _stage_left(self) -> None:
+        """Stage what hooks have not."""
+        for block in self.engine.blocks:
             grads = [None if self._stands(state) else self._left(state) for state in block.weights]
             if any(grad is not None for grad in grads):
                 block.surprised = True
@@ -240,6 +253,9 @@ class Staging:
         return grad
 
     # For handles
+
+    def cleared(self) -> None:
+        self._zeroed = True
 
     def check_current(self, staged: Staged) -> None:
         """Refuse a handle whose gradient is no longer there."""
