@@ -16,7 +16,7 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 NATIVE = Path("src/stallfree/kernels/native")
-SOURCES = {"replay.cpp": [], "pool.cpp": [], "queue.cpp": [], "replay_portable.cpp": []}
+SOURCES = {"replay.cpp": [], "pool.cpp": [], "queue.cpp": [], "driver_calls.cpp": [], "replay_portable.cpp": []}
 if platform.machine() in ("x86_64", "AMD64"):
     # Each instruction path is compiled for its own processors; replay.cpp asks the processor before it enters one.
     SOURCES["replay_avx2.cpp"] = ["-mavx2", "-mfma", "-mf16c"]

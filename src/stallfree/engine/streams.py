@@ -1,25 +1,22 @@
 """The CUDA operations behind a `DeviceLink`: two copy streams, and timelines that order them, computation and the host.
 
-They go to the driver directly, through ctypes: each costs about 2 us of the launching thread, allocates nothing, and gives
-the GIL away. The last matters: a call that found the device's queue full while holding it would keep other threads from
-whatever the device waits for.
+They go to the driver directly (`kernels/driver.py`), and allocate nothing.
 """
 
 from __future__ import annotations
 
 import ctypes
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from stallfree.kernels import driver
 from stallfree.limits import GIB, lockable_bytes
 
 Stream = Any  # torch.cuda.Stream, or what a stand-in for tests uses
 
-NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 RELEASED = 1 << 30  # how far a count jumps when nobody shall wait any more
 _HALF, _MASK = 1 << 31, (1 << 32) - 1
 
@@ -75,32 +72,32 @@ class Event:
 
     def __init__(self) -> None:
         self._handle = ctypes.c_void_p()
-        _call("cuEventCreate", ctypes.byref(self._handle), 0)
+        driver.call("cuEventCreate", ctypes.byref(self._handle), 0)
 
     def record(self, stream: Stream) -> None:
-        _call("cuEventRecord", self._handle, stream.cuda_stream)
+        driver.call("cuEventRecord", self._handle, stream.cuda_stream)
 
     def block(self, stream: Stream) -> None:
         """What is enqueued next waits for the event."""
-        _call("cuStreamWaitEvent", stream.cuda_stream, self._handle, 0)
+        driver.call("cuStreamWaitEvent", stream.cuda_stream, self._handle, 0)
 
     def synchronize(self) -> None:
         """Let the calling thread wait."""
-        _call("cuEventSynchronize", self._handle)
+        driver.call("cuEventSynchronize", self._handle)
 
     def query(self) -> bool:
         """Whether it has happened."""
-        return bool(_functions()["cuEventQuery"](self._handle) == 0)
+        return bool(driver.functions()["cuEventQuery"](self._handle) == 0)
 
     def elapsed_time(self, end: Event) -> float:
         """Milliseconds from this event to a later one; both happened."""
         milliseconds = ctypes.c_float()
-        _call("cuEventElapsedTime", ctypes.byref(milliseconds), self._handle, end._handle)
+        driver.call("cuEventElapsedTime", ctypes.byref(milliseconds), self._handle, end._handle)
         return milliseconds.value
 
     def __del__(self) -> None:
         if self._handle:
-            _functions()["cuEventDestroy_v2"](self._handle)  # may be pending: it is released when it has happened
+            driver.functions()["cuEventDestroy_v2"](self._handle)  # may be pending: it is released when it has happened
 
 
 class Streams:
@@ -137,15 +134,15 @@ class Streams:
         """Both contiguous, of one size; host memory must be registered."""
         assert target.nbytes == source.nbytes
         if source.nbytes:
-            _call("cuMemcpyAsync", target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream)
+            driver.run(driver.copy(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream))
 
     def raise_to(self, stream: Stream, point: Point) -> None:
         """Let a stream raise a timeline's count when it gets there: all it did before is visible to whoever sees the count."""
-        _call("cuStreamWriteValue32_v2", stream.cuda_stream, point.timeline.address, point.value, 0)
+        driver.run(driver.write_value(stream.cuda_stream, point.timeline.address, point.value))
 
     def wait_for(self, stream: Stream, point: Point) -> None:
         """What is enqueued next waits for a moment on a timeline."""
-        _call("cuStreamWaitValue32_v2", stream.cuda_stream, point.timeline.address, point.value, 0)  # 0: greater or equal
+        driver.run(driver.wait_value(stream.cuda_stream, point.timeline.address, point.value))
 
     def register(self, memory: Tensor) -> None:
         """Let the device reach host memory.
@@ -172,42 +169,4 @@ class Streams:
         if stream is None:
             torch.cuda.synchronize(self.device)
         else:
-            _call("cuStreamSynchronize", stream.cuda_stream)
-
-
-_HANDLE, _ADDRESS = ctypes.c_void_p, ctypes.c_uint64
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "cuMemcpyAsync": (_ADDRESS, _ADDRESS, ctypes.c_size_t, _HANDLE),
-    "cuStreamWaitValue32_v2": (_HANDLE, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
-    "cuStreamWriteValue32_v2": (_HANDLE, _ADDRESS, ctypes.c_uint32, ctypes.c_uint),
-    "cuStreamWaitEvent": (_HANDLE, _HANDLE, ctypes.c_uint),
-    "cuStreamSynchronize": (_HANDLE,),
-    "cuEventCreate": (ctypes.POINTER(_HANDLE), ctypes.c_uint),
-    "cuEventDestroy_v2": (_HANDLE,),
-    "cuEventRecord": (_HANDLE, _HANDLE),
-    "cuEventSynchronize": (_HANDLE,),
-    "cuEventQuery": (_HANDLE,),
-    "cuEventElapsedTime": (ctypes.POINTER(ctypes.c_float), _HANDLE, _HANDLE),
-    "cuGetErrorString": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
-}
-
-
-@cache
-def _functions() -> dict[str, Any]:
-    library = ctypes.CDLL("libcuda.so.1")
-    functions = {name: getattr(library, name) for name in _FUNCTIONS}
-    for name, function in functions.items():
-        function.argtypes, function.restype = _FUNCTIONS[name], ctypes.c_int
-    return functions
-
-
-def _call(name: str, *arguments: Any) -> None:
-    functions = _functions()
-    status = functions[name](*arguments)
-    if status == NO_CONTEXT:  # a thread that has not used the device yet
-        torch.cuda.mem_get_info()
-        status = functions[name](*arguments)
-    if status:
-        text = ctypes.c_char_p()
-        functions["cuGetErrorString"](status, ctypes.byref(text))
-        raise RuntimeError(f"{name} failed: {(text.value or b'unknown error').decode()} ({status})")
+            driver.call("cuStreamSynchronize", stream.cuda_stream)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from stallfree.kernels.block import BlockLayout, Part, Targets, check_publish, check_split
 from stallfree.kernels.triton_functions import INTERPRETED, publish_kernel, split_kernel, sum_chunks_kernel
-from stallfree.kernels.triton_launch import Launch, current_device
+from stallfree.kernels.triton_launch import Launch, current_device, launch_all
 from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Tile, Tiling, programs, table
 from stallfree.kernels.triton_update import TritonUpdate
 
@@ -190,9 +190,11 @@ class TritonBlock:
 
     def _split(self, group: _Group, call: _Call, rows: int, squares: int, selected: int, deferred: int) -> None:
         partial = self._partial.data_ptr()
-        call.split(group.tiles.address, rows, partial, squares, selected, deferred, call.present, call.addresses)
-        if group.sum is not None and group.sums is not None:
-            group.sum(group.sums.address, partial, squares, call.present)
+        split = (group.tiles.address, rows, partial, squares, selected, deferred, call.present, call.addresses)
+        if group.sum is None or group.sums is None:
+            launch_all((call.split, split))
+        else:
+            launch_all((call.split, split), (group.sum, (group.sums.address, partial, squares, call.present)))
 
     def _publish(self, group: _Group, call: _Call, rows: int, values: int) -> None:
-        call.publish(group.tiles.address, rows, values, call.present, call.addresses)
+        launch_all((call.publish, (group.tiles.address, rows, values, call.present, call.addresses)))

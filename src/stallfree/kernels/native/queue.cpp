@@ -15,7 +15,7 @@
 #include <thread>
 #include <vector>
 
-#include "driver.h"
+#include "jobs.h"
 
 namespace stallfree {
 namespace {

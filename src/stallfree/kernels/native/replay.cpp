@@ -15,7 +15,7 @@
 #include <xmmintrin.h>
 #endif
 
-#include "driver.h"
+#include "jobs.h"
 #include "plan.h"
 
 struct stallfree_pool {
