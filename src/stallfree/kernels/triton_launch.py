@@ -55,7 +55,7 @@ class Launch:
             launch, options = self._kernel[self._grid], self._options
             return lambda *arguments: launch(*arguments, **options)
         self.is_direct = True
-        direct = compiled[self._grid]  # loads
+        direct: Callable[..., Any] = compiled[self._grid]  # loads
         count = sum(len(entry) if isinstance(entry, tuple) else 1 for entry in integers)
         self.code = code_of(compiled, self._grid[0], count)
         return direct
