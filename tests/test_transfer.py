@@ -131,7 +131,7 @@ def large(dtype: torch.dtype = torch.float32, **settings) -> tuple[list[torch.nn
     """A block that comes first in the backward pass and takes many pieces, and some that take few."""
     params = [torch.nn.Parameter(torch.ones(8, 8, dtype=dtype)) for _ in range(4)]
     params.append(torch.nn.Parameter(torch.ones(64, 16, dtype=dtype)))
-    named = [(f"{place}.weight", param) for place, param in enumerate(params)]
+    named = [(f"layers.0.{place}.weight", param) for place, param in enumerate(params)]
     return params, ZenFlowAdamW(named, lr=1e-2, config=ZenFlowConfig(**LARGE | settings))
 
 
@@ -184,6 +184,25 @@ def test_a_large_block_is_published_all_through_backward(monkeypatch):
     optimizer.close()
     assert shown == sorted(shown)
     assert 0 < shown[0] <= room < shown[-1]
+
+
+def test_a_slot_is_free_when_its_last_piece_has_come_up(monkeypatch):
+    use(monkeypatch)
+    p = torch.nn.Parameter(torch.ones(8, 8))
+    optimizer = ZenFlowAdamW([p], lr=1e-2, topk_ratio=0.0, update_interval=1, full_warm_up_rounds=0, min_numel=0)
+    engine, give, begun = optimizer.engine, optimizer.engine.pool.give, []
+
+    def given(slots, after):
+        begun.append(after == engine.link._went_up.now())
+        give(slots, after)
+
+    engine.pool.give = given
+    for _ in range(5):
+        accumulate([p], 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    assert begun == [True] * 4
 
 
 def played(params: list[torch.nn.Parameter], optimizer: ZenFlowAdamW) -> list[list[torch.Tensor]]:
