@@ -125,7 +125,7 @@ class StandIn:
             self.record(copies).synchronize()
 
 
-def use(monkeypatch, pause: Callable[[], None] = lambda: None) -> None:
-    """Let new optimizers take a GPU's path, with little staging memory: hardly more than the largest copy needs."""
-    monkeypatch.setattr(ring, "STAGING_BYTES", 0)
+def use(monkeypatch, pause: Callable[[], None] = lambda: None, staging_bytes: int = 0) -> None:
+    """Let new optimizers take a GPU's path, with so much staging memory in each direction, but at least for a row or two."""
+    monkeypatch.setattr(ring, "STAGING_BYTES", staging_bytes)
     monkeypatch.setattr(pipeline, "link_to", lambda device: DeviceLink(device, StandIn(pause)))

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import sanitize
+import stress
 import torch
 import torch.nn.functional as F
 from histories import assert_identical
@@ -83,12 +84,12 @@ def test_delays_on_every_stream_change_no_bit(device, settings):
         assert_identical(trained(Deep, device, prepare=late(seed), **settings), quiet)
 
 
-@pytest.mark.parametrize("staging_bytes", [0, 5000])
+@pytest.mark.parametrize("staging_bytes", [0, 700, 5000])
 def test_little_staging_memory_changes_no_bit(monkeypatch, staging_bytes):
     """Copies wait for each other's memory, and some windows cannot come up before the step that publishes them."""
     quiet = trained(Deep, torch.device("cpu"))
-    device = device_of("streams", monkeypatch, staging_bytes=staging_bytes)
-    assert_identical(trained(Deep, device, prepare=late(1)), quiet)
+    monkeypatch.setitem(stress.STAGING_BYTES, "streams", staging_bytes)
+    assert_identical(trained(Deep, device_of("streams", monkeypatch), prepare=late(1)), quiet)
 
 
 def test_a_slow_host_changes_no_bit(device):

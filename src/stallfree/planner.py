@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stallfree.config import ZenFlowConfig
-from stallfree.engine.blocks import Block, build_blocks, classify
+from stallfree.engine.blocks import build_blocks, classify
 from stallfree.engine.ring import ring_bytes
 from stallfree.engine.slots import slot_bytes
 from stallfree.limits import GIB, available_device_bytes
@@ -62,7 +62,7 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
         selected = weight.selected_count * (12 * weight.length + 4)
         device += selected + weight.selected_count * weight.length * weight.dtype.itemsize + 8 * weight.channels
     on_gpu = any(weight.shard.device.type == "cuda" for weight in weights)
-    staging = 2 * ring_bytes([_copied_bytes(block) for block in blocks]) if on_gpu else 0
+    staging = 2 * ring_bytes(blocks) if on_gpu else 0
     resident = sum(item.numel * (12 + item.dtype.itemsize) for item in residents)
     return Plan(state, slot_bytes(blocks, config), device + resident, staging)
 
@@ -78,11 +78,6 @@ def with_room(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) 
     available, device = available_host_bytes(), named[0][1].device
     fitting = (choice for choice in choices if plan(named, choice).host_beside(device) <= SPARE * available)
     return next(fitting, choices[-1])
-
-
-def _copied_bytes(block: Block) -> int:
-    """The largest copy that a block makes: of its gradients, or of the state of its selected channels."""
-    return max(block.numel * block.dtype.itemsize, 4 * block.state_numel)
 
 
 def check_fits(needed: Plan, device: torch.device | None = None, least: Callable[[int], int] = int) -> None:

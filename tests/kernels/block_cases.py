@@ -12,7 +12,7 @@ import torch
 if "triton" not in sys.modules and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from stallfree.kernels.block import BlockLayout, Part, Segment, TorchBlock, targets
+from stallfree.kernels.block import BlockLayout, Part, Segment, TorchBlock, pieces, targets
 from stallfree.kernels.device import Hyper
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
@@ -84,6 +84,15 @@ class Case:
     def randoms(self):
         shapes = [(s.channels, s.length)[:: 1 if s.channel_dim == 0 else -1] for s in self.layout.segments]
         return [torch.randn(shape).to(self.device, self.dtype) for shape in shapes]
+
+    def pieces(self, count):
+        """The deferred rows in about so many pieces: from, to."""
+        return pieces(self.layout.segments, -(-self.layout.deferred_numel // count))
+
+    def channels_between(self, index, low, high):
+        """The channels of a weight whose deferred rows are in a piece."""
+        rows = self.layout.rows_between(index, low, high)
+        return self.deferred[index][rows.start : rows.stop]
 
     def full(self, numel, dtype=None):
         return torch.full((numel,), SENTINEL, dtype=dtype or self.dtype, device=self.device)

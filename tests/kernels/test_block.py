@@ -3,8 +3,10 @@
 import pytest
 import torch
 from block_cases import BLOCKS, DTYPES, KERNELS, SENTINEL, Case, make_kernel, same, triton_block
+from hypothesis import given
+from hypothesis import strategies as st
 
-from stallfree.kernels.block import BlockLayout, Segment, TorchBlock, targets
+from stallfree.kernels.block import BlockLayout, Segment, TorchBlock, pieces, targets
 
 
 @pytest.fixture(params=KERNELS)
@@ -91,6 +93,74 @@ def test_publish_leaves_absent_weights_alone(kernel, device):
     assert [torch.equal(now, old) for now, old in zip(case.weights, before, strict=True)] == [True, False, False, True]
 
 
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30), st.integers(0, 9)), min_size=1, max_size=5),
+    numel=st.integers(0, 300),
+)
+def test_pieces_are_whole_rows_of_about_equal_size(shapes, numel):
+    layout = BlockLayout([Segment(channels, length, 1, min(held, channels)) for channels, length, held in shapes], "cpu")
+    cuts, total = pieces(layout.segments, numel), layout.deferred_numel
+    assert [low for low, _ in cuts] + [total] == [0] + [high for _, high in cuts]
+    row = max(segment.length for segment in layout.segments)
+    most = max(numel, row)
+    assert len(cuts) <= max(1, -(-total // most))
+    for low, high in cuts:
+        assert high - low < most + row
+        assert layout.begins_row(low)
+        rows = [layout.rows_between(index, low, high) for index in range(len(shapes))]
+        assert sum(len(r) * s.length for r, s in zip(rows, layout.segments, strict=True)) == high - low
+    assert total > numel or len(cuts) == 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_split_in_pieces_gives_the_same_bits(kernel, device, segments, dtype):
+    """Squares and selected rows come with the first piece, and nothing is written beside a piece."""
+    case = Case(segments, device, dtype)
+    squares, selected, deferred = case.split(kernel)
+    for low, high in case.pieces(3):
+        norms, rows = case.full(case.layout.channels, torch.float32), case.full(case.layout.selected_numel)
+        memory = case.full(high - low + 16)
+        kernel.split(case.layout, case.targets, case.grads, norms, rows, memory[8:-8], low)
+        assert same(memory[8:-8], deferred[low:high])
+        assert (memory[:8] == SENTINEL).all()
+        assert (memory[-8:] == SENTINEL).all()
+        if low:
+            assert (norms == SENTINEL).all()
+            assert (rows == SENTINEL).all()
+        else:
+            assert same(norms, squares)
+            assert same(rows, selected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_publish_in_pieces_writes_the_channels_of_each(kernel, device, segments, dtype):
+    case = Case(segments, device, dtype)
+    values = torch.randn(case.layout.deferred_numel).to(device, dtype)
+    expected = [weight.clone() for weight in case.weights]
+    for low, high in reversed(case.pieces(3)):
+        piece = torch.cat([case.full(8), values[low:high], case.full(8)])[8:-8]
+        kernel.publish(case.layout, case.targets, case.weights, piece, low)
+        for index, segment in enumerate(segments):
+            channels = case.channels_between(index, low, high)
+            segment.rows(expected[index])[channels] = case.layout.deferred_rows(values[low:high], index, low)
+            assert same(case.weights[index], expected[index])
+
+
+def test_pieces_leave_absent_weights_alone(kernel, device):
+    case = Case(BLOCKS["mixed"], device, absent=(1, 2))
+    squares, selected, deferred = case.split(kernel)
+    before, shown = [weight.clone() for weight in case.weights], case.shown(case.weights)
+    norms, rows, found = (case.full(flat.numel(), flat.dtype) for flat in (squares, selected, deferred))
+    for low, high in case.pieces(3):
+        kernel.split(case.layout, case.targets, case.shown(case.grads), norms, rows, found[low:high], low)
+        kernel.publish(case.layout, case.targets, shown, case.full(high - low), low)
+    assert same(norms, squares)
+    assert same(rows, selected)
+    assert same(found, deferred)
+    changed = [not torch.equal(now, old) for now, old in zip(case.weights, before, strict=True)]
+    assert changed == case.present
+
+
 @pytest.mark.parametrize("offset", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_tensors_may_begin_anywhere(kernel, device, dtype, offset):
@@ -134,6 +204,18 @@ def test_misuse_is_refused_before_anything_is_written(kernel, device):
             kernel.split(case.layout, case.targets, grads, *flats)
     with pytest.raises(ValueError, match="values"):
         kernel.publish(case.layout, case.targets, case.weights, deferred.float())
+    row = case.layout.segments[0].length
+    for piece, low in (
+        (deferred[:-1], 0),
+        (deferred, row),
+        (deferred[row:], -row),
+        (deferred[1:row], 1),
+        (deferred[row:], row - 1),
+    ):
+        with pytest.raises(ValueError, match="where rows do"):
+            kernel.split(case.layout, case.targets, grads, squares, selected, piece, low)
+        with pytest.raises(ValueError, match="where rows do"):
+            kernel.publish(case.layout, case.targets, case.weights, piece, low)
 
 
 def test_a_segment_must_be_possible():

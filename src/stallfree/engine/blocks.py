@@ -108,6 +108,11 @@ class Block:
         return [weight.shard for weight in self.weights]
 
     @property
+    def row_numel(self) -> int:
+        """Of the longest channel."""
+        return max(weight.length for weight in self.weights)
+
+    @property
     def state_numel(self) -> int:
         """fp32 words of the selected channels' state: three times their elements, aligned, and a step count for each."""
         numel = sum(weight.selected_count * weight.length for weight in self.weights)

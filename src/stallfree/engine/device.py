@@ -11,7 +11,7 @@ from torch import Tensor
 from stallfree.engine import selection
 from stallfree.engine.blocks import Block, aligned
 from stallfree.engine.channels import Channels
-from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, Targets, targets
+from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, Targets, pieces, targets
 
 Layouts = dict[tuple[Segment, ...], BlockLayout]
 
@@ -46,12 +46,14 @@ class Handover:
 class SelectedState:
     """AdamW of a block's selected channels: flat buffers, in the order of the division's layout."""
 
-    def __init__(self, block: Block, channels: Channels, kernel: BlockKernel, layouts: Layouts) -> None:
+    def __init__(self, block: Block, channels: Channels, kernel: BlockKernel, layouts: Layouts, piece_bytes: int) -> None:
         self.block, self.channels, self.kernel = block, channels, kernel
         self.device = block.shards[0].device
         self.nobody = self._layout([0] * len(block.weights), layouts)
         self.chosen = self._layout([weight.selected_count for weight in block.weights], layouts)
+        self._cuts: dict[BlockLayout, tuple[tuple[int, int], ...]] = {}
         for layout in {self.nobody, self.chosen}:
+            self._cuts[layout] = pieces(layout.segments, piece_bytes // block.dtype.itemsize)
             kernel.warm_up(layout, block.dtype)
         self._stride = aligned(self.chosen.selected_numel)
         self.memory = torch.zeros(block.state_numel, dtype=torch.float32, device=self.device)
@@ -109,11 +111,18 @@ class SelectedState:
         """A weight's part of `master`, `exp_avg`, `exp_avg_sq` or `gradient`: `[places, length]`; empty before a selection."""
         return self.installed.layout.selected_rows(flat, place)
 
-    def split(self, grads: Sequence[Tensor | None], deferred: Tensor) -> None:
-        """Take gradients apart: norms and selected rows stay here, deferred rows go to `deferred`."""
+    def pieces(self, layout: BlockLayout, deferred: Tensor) -> list[tuple[int, Tensor]]:
+        """A buffer of deferred rows in the pieces that are copied at a time: where each begins, and its part of the buffer."""
+        cuts = self._cuts[layout]
+        if len(cuts) == 1:
+            return [(0, deferred)]
+        return [(low, deferred[low:high]) for low, high in cuts]
+
+    def split(self, grads: Sequence[Tensor | None], deferred: Tensor, low: int) -> None:
+        """Take gradients apart: norms and selected rows stay here, a piece of the deferred rows goes to `deferred`."""
         layout = self.division.layout
         selected = self.gradient[: layout.selected_numel]
-        self.kernel.split(layout, self.division.targets, grads, self.squares, selected, deferred)
+        self.kernel.split(layout, self.division.targets, grads, self.squares, selected, deferred, low)
         self.channels.changed()
 
     @property
@@ -154,11 +163,6 @@ class SelectedState:
         if self.installed.layout.places:
             rows = self.installed.layout.segments[place].rows(self.block.weights[place].shard)
             adopt_weights(self.rows(self.master, place), rows[self.installed.selected[place]])
-
-    @property
-    def copied_bytes(self) -> int:
-        """Of the largest copy up: of deferred weights, or of the state of channels that change hands."""
-        return max(self.block.numel * self.block.dtype.itemsize, self.memory.nbytes)
 
     @property
     def nbytes(self) -> int:

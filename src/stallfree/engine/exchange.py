@@ -2,7 +2,7 @@
 
 After the selection a block's device state and the new division go down; the host, once it has replayed the window, files
 the rows of leaving channels with its own and puts those of arriving ones in their places (`kernels.queue`); it all goes up
-again, and the device takes over the places that moved.
+again, to where it came from, and the device takes over the places that moved. Nobody steps the state while it is away.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from stallfree.engine.device import SelectedState
 from stallfree.engine.slots import Slot, SlotPool
 from stallfree.engine.streams import Point
-from stallfree.engine.transfer import Arrival, Link
+from stallfree.engine.transfer import Link
 from stallfree.kernels.windows import HostExchange
 
 
@@ -23,7 +23,7 @@ class Exchange:
     def __init__(self, half: SelectedState, link: Link, pool: SlotPool) -> None:
         self.half, self.link, self.pool = half, link, pool
         self.selected = torch.full((half.chosen.places,), -1, dtype=torch.int32, device="cpu")  # the host's knowledge
-        self.arrival: Arrival | None = None  # the state, on its way up already
+        self._arrival: Point | None = None  # of the state, on its way up already
         self._slot: Slot | None = None
 
     @property
@@ -45,24 +45,19 @@ class Exchange:
             link.down(half.memory, self.state, slot.after)
         return HostExchange(*half.parts(self.state), numbers, self.selected)
 
+    def begin(self, work: Point | None) -> None:
+        """Let the state come up as soon as the host is done, if somebody is on the move."""
+        if self._arrival is None and self.half.handover is not None:
+            self._arrival = self.link.begin_return(self.half.memory, self.state, work)
+
     def receive(self, work: Point | None) -> None:
         """Let the device take over the state of arriving channels, once the host is done. Their weights are not shown yet."""
-        arrival, self.arrival = self.arrival or self.link.begin_up(self.state, work), None
-        with self.link.up(self.state, work, arrival) as state:
-            self._take_over(state, arrival)
-
-    def receive_now(self) -> None:
-        """The same, when the host is done already."""
-        if self.arrival is not None:
-            self.arrival.forget()
-            self.arrival = None
-        self._take_over(self.link.send(self.state))
-
-    def _take_over(self, state: Tensor, arrival: Arrival | None = None) -> None:
         half = self.half
         assert half.handover is not None
         assert self._slot is not None
-        half.memory.copy_(state)  # whoever stays comes back as it went: no step came in between
+        arrival = self._arrival or self.link.begin_return(half.memory, self.state, work)
+        self._arrival = None
+        self.link.take_back(half.memory, self.state, work, arrival)  # whoever stays comes back as it went
         half.follow(half.handover.division)
-        self.pool.give([self._slot], None if arrival is None else arrival.point)
+        self.pool.give([self._slot], arrival)
         self._slot = None

@@ -134,8 +134,9 @@ class Engine:
         self.resident_ids = {id(param) for param in self.residents}
         if split:
             self.channels.extend(split)
-        halves = [SelectedState(block, self.channels, self.kernel, self._layouts) for block in blocks]
-        self.link.reserve([half.copied_bytes for half in halves])
+        size = self.link.piece_bytes
+        halves = [SelectedState(block, self.channels, self.kernel, self._layouts, size) for block in blocks]
+        self.link.reserve(blocks)
         for block, half in zip(blocks, halves, strict=True):
             self.blocks.append(BlockState(block, half, self.link, self.pool, self.config))
             self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
@@ -265,7 +266,8 @@ class Engine:
             self.link.hold_gates(block.filling.after)  # the host is the first to write it
             calls = [CollectedCall(calls[0].call, calls[0].record, calls[0].hypers, block.filling, memory)]
             block.filling = None
-        window = Window(calls, due, self.config.lookahead_at(block.schedule.interval), block.half.installed)
+        lookahead, division = self.config.lookahead_at(block.schedule.interval), block.half.installed
+        window = Window(calls, due, lookahead, division, block.pieces(division, calls[0]))
         if selects:
             self._select(block, window)
         block.queue.append(window)

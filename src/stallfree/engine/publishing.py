@@ -1,8 +1,8 @@
 """Host -> publish -> weights: what comes up from the host, when, and when it is shown.
 
 What is due in the next call is expected from the end of this one. Its copies begin as soon as the host is done, as far as there
-is room on the device. It is shown during backward, block by block, once nothing reads a block's weights any more; the rest in
-the call itself.
+is room on the device: piece by piece, where a block is large. They are shown during backward, once nothing reads a block's
+weights any more; the rest in the call itself.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from stallfree.engine.transfer import Link
-from stallfree.engine.window import BlockState, Window
+from stallfree.engine.window import BlockState, Piece, Window
 from stallfree.kernels.block import BlockKernel
 
 
@@ -20,40 +20,44 @@ class Publishing:
     def __init__(self, link: Link, kernel: BlockKernel) -> None:
         self.link, self.kernel = link, kernel
         self._coming: list[tuple[BlockState, Window]] = []  # due in the next call, in the order of their use
+        self._passed: set[BlockState] = set()  # whose turn in backward has come
 
     def expect(self, blocks: Sequence[BlockState], call: int) -> None:
         """What is due in the next call. blocks: in the order in which backward will be done with them."""
         self._coming = [(block, window) for block in blocks for window in block.due(call) if not window.shown]
+        self._passed.clear()
         self._begin_ups()
 
-    def expects(self, block: BlockState) -> bool:
-        """Whether anything of a block is due in the next call."""
-        return any(other is block for other, _ in self._coming)
+    def arrived(self, block: BlockState) -> list[BlockState]:
+        """During backward, when nothing reads the block's weights any more: whose weights have something on its way up already.
+
+        The block, and others whose turn has come before, but for whose pieces there was no room then.
+        """
+        self._passed.add(block)
+        return list({other: None for other, window in self._coming if other in self._passed and window.arrives})
 
     def show_arrived(self, block: BlockState) -> None:
-        """During backward, when nothing reads the block's weights any more: publish what is on its way up already."""
-        shown = [window for other, window in self._coming if other is block and window.arrival is not None]
-        for window in shown:
-            self._show(block, window)
-        if shown:
-            self._coming = [pair for pair in self._coming if not pair[1].shown]
-            self._begin_ups()
+        """Publish what is on its way up already."""
+        for other, window in self._coming:
+            if other is block:
+                self._show_arrived(block, window)
+        self._coming = [pair for pair in self._coming if not pair[1].shown]
+        self._begin_ups()
 
     def publish_due(self, blocks: Sequence[BlockState], call: int) -> None:
         """In the call: publish what has not been, and let channels arrive.
 
         First what has room on the device already, which keeps others from coming up.
         """
-        for on_its_way in (True, False):
-            for block, window in self._coming:
-                if not window.shown and (window.arrival is not None) is on_its_way:
-                    self._show(block, window)
+        for block, window in self._coming:
+            self._show_arrived(block, window)
+        for block, window in self._coming:
+            self._show_rest(block, window)
         self._coming = []
-        for block in sorted(blocks, key=lambda block: block.exchange is None or block.exchange.arrival is None):
+        for block in blocks:
             for window in block.due(call):
                 block.queue.remove(window)
-                if not window.shown:
-                    self._show(block, window)
+                self._show_rest(block, window)
                 if window.hands_over:
                     if block.half.handover is not None:
                         assert block.exchange is not None
@@ -61,27 +65,40 @@ class Publishing:
                     block.half.show()
 
     def _begin_ups(self) -> None:
-        """Bring up what is expected, as far as there is room: windows first."""
+        """Bring up what is expected: windows as far as there is room, in order; then channels, which have theirs."""
         for _, window in self._coming:
-            if window.arrival is None:
-                window.arrival = self.link.begin_up(window.published, window.work)
-                if window.arrival is None:
+            for piece in window.pieces:
+                if piece.arrival is None and not self._begin_up(window, piece):
                     return
         for block, window in self._coming:
-            exchange = block.exchange
-            if exchange is not None and exchange.arrival is None and window.hands_over and block.half.handover is not None:
-                exchange.arrival = self.link.begin_up(exchange.state, window.work)
-                if exchange.arrival is None:
-                    return
+            if window.hands_over and block.exchange is not None:
+                block.exchange.begin(window.work)
 
-    def _show(self, block: BlockState, window: Window) -> None:
+    def _begin_up(self, window: Window, piece: Piece) -> bool:
+        """Bring up a piece, if there is room."""
+        piece.arrival = self.link.begin_up(piece.values, window.work)
+        if piece.arrival is not None:
+            window.read = piece.arrival.point
+        return piece.arrival is not None
+
+    def _show_arrived(self, block: BlockState, window: Window) -> None:
+        while window.arrives:
+            self._show_next(block, window)
+
+    def _show_rest(self, block: BlockState, window: Window) -> None:
+        while window.pieces:
+            self._show_next(block, window)
+
+    def _show_next(self, block: BlockState, window: Window) -> None:
         if len(window.dropped) == len(block.weights):
             block.forget(window)
             return
-        division = window.division
+        division, piece = window.division, window.pieces[0]
         params = [None if place in window.dropped else shard for place, shard in enumerate(block.block.shards)]
-        window.arrival = window.arrival or self.link.begin_up(window.published, window.work)
-        with self.link.up(window.published, window.work, window.arrival) as values:
-            self.kernel.publish(division.layout, division.targets, params, values)
-        window.shown = True
-        block.give_back(window.slots, window.arrival)
+        if piece.arrival is None:
+            self._begin_up(window, piece)
+        with self.link.up(piece.values, window.work, piece.arrival) as values:
+            self.kernel.publish(division.layout, division.targets, params, values, piece.low)
+        del window.pieces[0]
+        if window.shown:
+            block.give_back(window.slots, window.read)

@@ -9,14 +9,23 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stallfree.engine.blocks import Block
 from stallfree.engine.streams import Point
 
-STAGING_BYTES = 128 << 20  # device memory for copies under way in each direction, if the largest copy fits in
+STAGING_BYTES = 128 << 20  # device memory for copies under way in each direction, whatever the size of a block
 
 
-def ring_bytes(sizes: Sequence[int]) -> int:
-    """Of staging memory in one direction, when copies have these sizes."""
-    return max([*sizes, min(STAGING_BYTES, sum(sizes))], default=0)
+def piece_bytes() -> int:
+    """Larger blocks are copied in pieces: of two, one is copied while the other is written or read."""
+    return STAGING_BYTES // 2
+
+
+def ring_bytes(blocks: Sequence[Block]) -> int:
+    """Of staging memory in one direction. More than `STAGING_BYTES` only if one row takes more than half of that."""
+    sizes = [block.numel * block.dtype.itemsize for block in blocks]
+    rows = [block.row_numel * block.dtype.itemsize for block in blocks]
+    pieces = [min(size, max(piece_bytes(), row) + row) for size, row in zip(sizes, rows, strict=True)]
+    return max([*(piece for piece in pieces), min(STAGING_BYTES, sum(sizes))], default=0)
 
 
 @dataclass(slots=True)

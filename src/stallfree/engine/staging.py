@@ -95,11 +95,12 @@ class Staging:
             grads.append(grad)
         if not block.missing:
             self.stage(block, grads)
-            # Weights that were written from outside keep what is in them, until step() notices.
             engine = self.engine
-            if block.finished and engine.publishing.expects(block) and engine.ledger.untouched(block.params):
-                engine.publishing.show_arrived(block)
-                engine.ledger.mark(block.params)
+            for arrived in engine.publishing.arrived(block) if block.finished else ():
+                # Weights that were written from outside keep what is in them, until step() notices.
+                if arrived.finished and engine.ledger.untouched(arrived.params):
+                    engine.publishing.show_arrived(arrived)
+                    engine.ledger.mark(arrived.params)
 
     @torch.no_grad()
     def stage(self, block: BlockState, grads: Sequence[Tensor | None]) -> None:
@@ -151,18 +152,19 @@ class Staging:
         return grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
 
     def _fill(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Take gradients apart and bring the deferred rows down: in one copy, if they are all there are."""
-        link, half = self.engine.link, block.half
-        target, layout = block.take_slot(), half.division.layout
+        """Take gradients apart and bring the deferred rows down: each piece in one copy, if all gradients are there."""
+        link, half, layout = self.engine.link, block.half, block.half.division.layout
+        slot = block.take_slot()
         assert block.filling is not None
         after = block.filling.after
-        with link.staging(target) as staged:
-            half.split(grads, staged)
-            if len(places) == len(layout.segments):
-                link.down(staged, target, after)
-            else:
-                for place in places:
-                    link.down(layout.deferred_rows(staged, place), layout.deferred_rows(target, place), after)
+        for low, target in half.pieces(layout, slot):
+            with link.staging(target) as staged:
+                half.split(grads, staged, low)
+                if len(places) == len(layout.segments):
+                    link.down(staged, target, after)
+                else:
+                    for place in places:
+                        link.down(layout.deferred_rows(staged, place, low), layout.deferred_rows(target, place, low), after)
 
     def _replay_early(self, block: BlockState, states: Sequence[WeightState]) -> None:
         """Begin the host update of a block, if its number of backward passes is known."""
@@ -326,15 +328,17 @@ class Staging:
         if _is_early(state):
             raise RuntimeError(f"the gradient of {staged.weight.name} was applied already; read it between backward and step()")
         block, place = state.block, state.place
-        division = block.half.division
+        division, layout = block.half.division, block.half.division.layout
         full = torch.empty_like(staged.weight.shard, memory_format=torch.contiguous_format)
         rows = staged.weight.rows_of(full)
-        rows.index_copy_(0, division.selected[place], division.layout.selected_rows(block.half.gradient, place))
+        rows.index_copy_(0, division.selected[place], layout.selected_rows(block.half.gradient, place))
         link = self.engine.link
         with link.device_guard():
             link.wait_down()
-            deferred = link.send(division.layout.deferred_rows(block.take_slot(), place))
-            rows.index_copy_(0, division.deferred[place], deferred)
+            for low, piece in block.half.pieces(layout, block.take_slot()):
+                held = layout.rows_between(place, low, low + piece.numel())
+                channels = division.deferred[place][held.start : held.stop]
+                rows.index_copy_(0, channels, link.send(layout.deferred_rows(piece, place, low)))
         return full if staged.factor is None else full.mul_(staged.factor)
 
 

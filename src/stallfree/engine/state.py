@@ -322,11 +322,13 @@ def _load_window(block: BlockState, parts: tuple[dict[str, Any], ...]) -> Window
     for state, part in zip(block.weights, parts, strict=True):
         division.layout.deferred_rows(memory, state.place).copy_(part["published"])
     record = torch.ones(1, dtype=torch.float32, device="cpu")
+    call = CollectedCall(parts[0]["call"], record, (None,) * len(parts), slot, memory)
     return Window(
-        calls=[CollectedCall(parts[0]["call"], record, (None,) * len(parts), slot, memory)],
+        calls=[call],
         due=parts[0]["due"],
         lookahead=0.0,
         division=division,
+        pieces=block.pieces(division, call),
         hands_over=parts[0]["hands_over"],
         dropped={place for place, part in enumerate(parts) if part["dropped"]},
     )

@@ -2,13 +2,14 @@
 
 On the CPU (`Link`) the two are the same memory, and waiting for the host is waiting. On a GPU (`DeviceLink`) the launching
 thread never waits. Each direction has a stream; gradients pass through a bounded ring of device memory on their way down,
-weights on their way up. The device itself waits for host work, and host work for the device, on timelines. Everything that a
-wait depends on is enqueued before it, so that no two waits can wait for each other.
+weights on their way up, both in pieces where a block is large. The device itself waits for host work, and host work for the
+device, on timelines. Everything that a wait depends on is enqueued before it, so that no two waits can wait for each other.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import time
 from collections import deque
@@ -19,8 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from stallfree.engine.blocks import Block
 from stallfree.engine.memory import host_memory
-from stallfree.engine.ring import Ring, Share, ring_bytes
+from stallfree.engine.ring import Ring, Share, piece_bytes, ring_bytes
 from stallfree.engine.streams import Event, Point, Stream, Streams, Timeline
 from stallfree.kernels.windows import Gate
 
@@ -113,8 +115,13 @@ class Link:
     def hold(self, tensor: Tensor) -> None:
         """Keep a tensor's memory, even if it is freed, until the current stream has read it."""
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Make room for copies of so many bytes."""
+    @property
+    def piece_bytes(self) -> int:
+        """How much goes through staging memory at a time; a row more, if need be."""
+        return sys.maxsize
+
+    def reserve(self, blocks: Sequence[Block]) -> None:
+        """Make room for copies of these blocks' pieces."""
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Host memory that the device can reach, beginning at a page."""
@@ -151,7 +158,7 @@ class Link:
         """Gates made from now on open only when a moment has passed, too."""
 
     def lead(self) -> int | None:
-        """How far the launching thread is ahead of the device, in blocks staged or published. None: there is no device."""
+        """How far the launching thread is ahead of the device, in pieces staged or shown. None: there is no device."""
         return None
 
     def wait_down(self) -> None:
@@ -168,6 +175,15 @@ class Link:
             self.wait(work)
         self._count(up=source.nbytes)
         yield source
+
+    def begin_return(self, target: Tensor, source: Tensor, work: Point | None) -> Point | None:
+        """Begin a `take_back` early: nobody uses the target meanwhile."""
+        return None
+
+    def take_back(self, target: Tensor, source: Tensor, work: Point | None, arrival: Point | None = None) -> None:
+        """Copy host memory into a device tensor once host work is done, unless that was begun early."""
+        with self.up(source, work) as values:
+            target.copy_(values)
 
     def wait(self, work: Point) -> None:
         """Let the launching thread wait for host work."""
@@ -209,11 +225,15 @@ class DeviceLink(Link):
         if self._several:
             self.streams.hold(tensor, self._computing())
 
-    def reserve(self, sizes: Sequence[int]) -> None:
+    @property
+    def piece_bytes(self) -> int:
+        return piece_bytes()
+
+    def reserve(self, blocks: Sequence[Block]) -> None:
         self.streams.synchronize()  # when parameters join, the memory of what is under way is replaced
         for ring in (self._down_ring, self._up_ring):
-            if ring.size < ring_bytes(sizes):
-                ring.grow(ring_bytes(sizes))
+            if ring.size < ring_bytes(blocks):
+                ring.grow(ring_bytes(blocks))
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Registered, because pinned allocation is slower and rounds sizes up. No two registrations share a page."""
@@ -262,13 +282,9 @@ class DeviceLink(Link):
     def begin_up(self, source: Tensor, work: Point | None) -> Arrival | None:
         if not self._up_ring.has_room(source.nbytes):
             return None
-        self._count(up=source.nbytes)
         copies = self.streams.to_device
-        if work is not None:
-            self._wait(copies, work)
         share = self._up_ring.take(source.nbytes, lambda point: self._wait(copies, point))
-        self.streams.copy(share.memory, source, copies)
-        return Arrival(share, self._raise(copies, self._went_up))
+        return Arrival(share, self._copy_up(share.memory, source, work))
 
     @contextmanager
     def up(self, source: Tensor, work: Point | None, arrival: Arrival | None = None) -> Iterator[Tensor]:
@@ -278,6 +294,22 @@ class DeviceLink(Link):
         self._stall(stream, arrival.point, self.stalls)
         yield arrival.share.memory.view(source.dtype)
         arrival.share.used = self._raise(stream, self._computed)
+
+    def begin_return(self, target: Tensor, source: Tensor, work: Point | None) -> Point:
+        return self._copy_up(target, source, work)
+
+    def _copy_up(self, target: Tensor, source: Tensor, work: Point | None) -> Point:
+        """Once host work is done."""
+        self._count(up=source.nbytes)
+        copies = self.streams.to_device
+        if work is not None:
+            self._wait(copies, work)
+        self.streams.copy(target, source, copies)
+        return self._raise(copies, self._went_up)
+
+    def take_back(self, target: Tensor, source: Tensor, work: Point | None, arrival: Point | None = None) -> None:
+        arrival = arrival or self.begin_return(target, source, work)
+        self._stall(self._computing(), arrival, self.stalls)
 
     def _computing(self) -> Stream:
         """The stream that computes now, ordered behind the one that did before: there is one timeline for both."""

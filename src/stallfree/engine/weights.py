@@ -45,8 +45,9 @@ def _host_rows(block: BlockState) -> Tensor:
 
 
 def _publish(engine: Engine, block: BlockState, values: Tensor) -> None:
-    division = block.half.installed
-    engine.kernel.publish(division.layout, division.targets, block.block.shards, engine.link.send(values))
+    division, shards = block.half.installed, block.block.shards
+    for low, piece in block.half.pieces(division.layout, values):
+        engine.kernel.publish(division.layout, division.targets, shards, engine.link.send(piece), low)
 
 
 def _finish(engine: Engine, block: BlockState) -> None:

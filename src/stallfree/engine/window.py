@@ -85,6 +85,15 @@ class Early:
 
 
 @dataclass(eq=False, slots=True)
+class Piece:
+    """Deferred rows of a window that come up in one copy."""
+
+    low: int  # the place of their first element among the block's
+    values: Tensor  # host memory
+    arrival: Arrival | None = None  # on their way up already
+
+
+@dataclass(eq=False, slots=True)
 class Window:
     """What a block collected, from the close to the publish."""
 
@@ -92,12 +101,22 @@ class Window:
     due: int
     lookahead: float
     division: Division  # of its gradients; it publishes the deferred channels
+    pieces: list[Piece]  # of what it publishes, those that are not shown yet, in order
     exchange: HostExchange | None = None  # the channels that change hands after its replay
     hands_over: bool = False  # with its publish, channels arrive on the device
     work: Point | None = None  # its replay; None: done
-    arrival: Arrival | None = None  # what it publishes, on its way up already
-    shown: bool = False  # published, or there is nothing left to publish
+    read: Point | None = None  # when what is on its way up has left host memory
     dropped: set[int] = field(default_factory=set)  # weights whose publish an outside write made void
+
+    @property
+    def shown(self) -> bool:
+        """Whether it is published, or there is nothing left to publish."""
+        return not self.pieces
+
+    @property
+    def arrives(self) -> bool:
+        """Whether the next piece is on its way up already."""
+        return bool(self.pieces) and self.pieces[0].arrival is not None
 
     @property
     def published(self) -> Tensor:
@@ -159,9 +178,14 @@ class BlockState:
             self.filling = self.pool.take(self.half.division.layout.deferred_numel * self.block.dtype.itemsize)
         return self.filling.rows(self.block.dtype, self.half.division.layout.deferred_numel)
 
-    def give_back(self, slots: Sequence[Slot], arrival: Arrival | None = None) -> None:
+    def pieces(self, division: Division, first: CollectedCall) -> list[Piece]:
+        """What a window publishes in the place of its first gradients."""
+        assert first.memory is not None
+        return [Piece(low, values) for low, values in self.half.pieces(division.layout, first.memory)]
+
+    def give_back(self, slots: Sequence[Slot], read: Point | None = None) -> None:
         """Nobody needs what these slots hold, once it has come up to the device."""
-        self.pool.give(slots, None if arrival is None else arrival.point)
+        self.pool.give(slots, read)
 
     def scaled(self, hypers: tuple[Hyper | None, ...]) -> tuple[Hyper | None, ...]:
         """A call's settings as deferred channels have them."""
@@ -188,7 +212,7 @@ class BlockState:
         self.link.wait_down()
         if self.half.handover is not None:
             assert self.exchange is not None
-            self.exchange.receive_now()
+            self.exchange.receive(None)
 
     @property
     def finished(self) -> bool:
@@ -210,10 +234,11 @@ class BlockState:
     def forget(self, window: Window) -> None:
         """Nothing of a window will be published."""
         if not window.shown:
-            window.shown = True
-            if window.arrival is not None:
-                window.arrival.forget()
-            self.give_back(window.slots, window.arrival)
+            for piece in window.pieces:
+                if piece.arrival is not None:
+                    piece.arrival.forget()
+            window.pieces.clear()
+            self.give_back(window.slots, window.read)
 
     def expect(self) -> None:
         """Begin to wait for the gradients of the next call: of those weights that had one in this call."""

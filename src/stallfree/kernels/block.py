@@ -8,14 +8,18 @@ weights are segments of flat buffers, so that a call costs a few launches howeve
     deferred    [sum of (channels - selected) * length]     deferred rows, channel-major, in ascending channel order
     steps       [sum of selected] int32                     AdamW steps that each place has taken
 
+Deferred rows may come in pieces, so that the memory they pass through need not hold a block of any size: a piece is a range of
+`deferred` that begins and ends where rows do.
+
 Nothing here reads a value back to the launching thread: a skipped call is a flag on the device.
 """
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -58,6 +62,20 @@ class Segment:
         return flat.view(self.channels, self.length) if self.channel_dim == 0 else flat.view(self.length, self.channels).t()
 
 
+def pieces(segments: Sequence[Segment], numel: int) -> tuple[tuple[int, int], ...]:
+    """Cut a block's deferred rows into pieces of about equal size, each of at most `numel` elements and a row: from, to."""
+    lengths = [segment.length for segment in segments]
+    starts, total = _starts(segment.deferred * segment.length for segment in segments)
+    count = -(-total // max(numel, *lengths))
+    cuts = {0, total}
+    for number in range(1, count):
+        goal = total * number // count
+        index = bisect(starts, goal) - 1
+        cuts.add(goal - (goal - starts[index]) % lengths[index])
+    ends = sorted(cuts)
+    return tuple(pairwise(ends)) or ((0, 0),)
+
+
 class BlockLayout:
     """Where each weight's part lies in a block's flat buffers. Hashed by identity: kernels keep their tables by layout.
 
@@ -93,11 +111,22 @@ class BlockLayout:
         numel = segment.selected * segment.length
         return flat.narrow(0, self.selected_starts[index], numel).view(segment.selected, segment.length)
 
-    def deferred_rows(self, flat: Tensor, index: int) -> Tensor:
-        """Segment `index` of a buffer of deferred rows: `[channels - selected, length]`."""
-        segment = self.segments[index]
-        numel = segment.deferred * segment.length
-        return flat.narrow(0, self.deferred_starts[index], numel).view(segment.deferred, segment.length)
+    def deferred_rows(self, flat: Tensor, index: int, low: int = 0) -> Tensor:
+        """Segment `index` of a buffer of deferred rows: `[channels - selected, length]`; of a piece from `low` on, its rows."""
+        rows, length = self.rows_between(index, low, low + flat.numel()), self.segments[index].length
+        start = self.deferred_starts[index] + rows.start * length - low if rows else 0
+        return flat.narrow(0, start, len(rows) * length).view(len(rows), length)
+
+    def rows_between(self, index: int, low: int, high: int) -> range:
+        """The deferred rows of segment `index` that lie between two places of the flat buffer."""
+        start, segment = self.deferred_starts[index], self.segments[index]
+        first, last = (min(max((place - start) // segment.length, 0), segment.deferred) for place in (low, high))
+        return range(first, last)
+
+    def begins_row(self, place: int) -> bool:
+        """Whether a piece of the flat buffer of deferred rows may begin or end there."""
+        index = bisect(self.deferred_starts, place) - 1
+        return index >= 0 and (place - self.deferred_starts[index]) % self.segments[index].length == 0
 
 
 class Targets(NamedTuple):
@@ -186,16 +215,26 @@ class BlockKernel(Protocol):
         squares: Tensor,
         selected: Tensor,
         deferred: Tensor,
+        low: int = 0,
     ) -> None:
-        """One pass over a block's gradients, into squares, selected and deferred (the gradients' dtype). NaN and inf pass."""
+        """One pass over a block's gradients, into squares, selected and deferred (the gradients' dtype). NaN and inf pass.
+
+        deferred: all of it, or a piece that begins at `low`. Squares and selected rows are written with the first piece, and
+        only with it; others are written from what they need of the gradients.
+        """
         ...
 
     def plan(self, parts: Sequence[Part]) -> Update:
         """AdamW of all these parts together. Builds, compiles and loads what its steps need; may wait for the device."""
         ...
 
-    def publish(self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor) -> None:
-        """Write deferred rows, in the weights' dtype, into the deferred channels. Selected channels are not touched."""
+    def publish(
+        self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor, low: int = 0
+    ) -> None:
+        """Write deferred rows, in the weights' dtype, into the deferred channels. Selected channels are not touched.
+
+        values: of all deferred rows, or of a piece that begins at `low`.
+        """
         ...
 
 
@@ -213,26 +252,32 @@ class TorchBlock:
         squares: Tensor,
         selected: Tensor,
         deferred: Tensor,
+        low: int = 0,
     ) -> None:
-        check_split(layout, grads, squares, selected, deferred)
+        check_split(layout, grads, squares, selected, deferred, low)
         for index, grad in enumerate(grads):
             if grad is None:
                 continue
             rows = layout.segments[index].rows(grad)
-            norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
-            layout.channels_of(squares, index).copy_(norms.square_())
-            layout.selected_rows(selected, index).copy_(rows.index_select(0, layout.places_of(targets.selected, index)))
-            layout.deferred_rows(deferred, index).copy_(rows.index_select(0, _deferred(layout, targets, index)))
+            if not low:
+                norms = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32)
+                layout.channels_of(squares, index).copy_(norms.square_())
+                layout.selected_rows(selected, index).copy_(rows.index_select(0, layout.places_of(targets.selected, index)))
+            held = _deferred(layout, targets, index, low, deferred.numel())
+            layout.deferred_rows(deferred, index, low).copy_(rows.index_select(0, held))
 
     def plan(self, parts: Sequence[Part]) -> Update:
         return TorchUpdate(parts)
 
-    def publish(self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor) -> None:
-        check_publish(layout, weights, values)
+    def publish(
+        self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor, low: int = 0
+    ) -> None:
+        check_publish(layout, weights, values, low)
         for index, weight in enumerate(weights):
             if weight is not None:
                 rows = layout.segments[index].rows(weight)
-                rows.index_copy_(0, _deferred(layout, targets, index).long(), layout.deferred_rows(values, index))
+                held = _deferred(layout, targets, index, low, values.numel())
+                rows.index_copy_(0, held.long(), layout.deferred_rows(values, index, low))
 
 
 class TorchUpdate:
@@ -289,21 +334,28 @@ def _repeated(values: Sequence[int], times: Sequence[int]) -> Tensor:
     return torch.repeat_interleave(torch.tensor(values, dtype=torch.int64, device="cpu"), counts)
 
 
-def _deferred(layout: BlockLayout, targets: Targets, index: int) -> Tensor:
-    return targets.deferred.narrow(0, layout.row_starts[index], layout.segments[index].deferred)
+def _deferred(layout: BlockLayout, targets: Targets, index: int, low: int, numel: int) -> Tensor:
+    """The channels of segment `index` whose deferred rows are in a piece."""
+    rows = layout.rows_between(index, low, low + numel)
+    return targets.deferred.narrow(0, layout.row_starts[index] + rows.start, len(rows))
 
 
 # What a kernel's caller must not get wrong: a device kernel would write elsewhere in memory
 
 
 def check_split(
-    layout: BlockLayout, grads: Sequence[Tensor | None], squares: Tensor, selected: Tensor, deferred: Tensor
+    layout: BlockLayout,
+    grads: Sequence[Tensor | None],
+    squares: Tensor,
+    selected: Tensor,
+    deferred: Tensor,
+    low: int,
 ) -> torch.dtype | None:
     """Raise `ValueError` unless the arguments are what `split` says. Returns the gradients' dtype, None if there are none."""
     dtype = _check_weights("gradient", layout, grads)
     _check_flat("squares", layout.device, squares, layout.channels, torch.float32)
     _check_flat("selected", layout.device, selected, layout.selected_numel, dtype)
-    _check_flat("deferred", layout.device, deferred, layout.deferred_numel, dtype)
+    _check_piece("deferred", layout, deferred, low, dtype)
     return dtype
 
 
@@ -336,10 +388,10 @@ def check_step(
         _check_flat("skip", device, skip, 1, torch.bool)
 
 
-def check_publish(layout: BlockLayout, weights: Sequence[Tensor | None], values: Tensor) -> torch.dtype | None:
+def check_publish(layout: BlockLayout, weights: Sequence[Tensor | None], values: Tensor, low: int) -> torch.dtype | None:
     """Raise `ValueError` unless the arguments are what `publish` says. Returns the weights' dtype, None if there are none."""
     dtype = _check_weights("weight", layout, weights)
-    _check_flat("values", layout.device, values, layout.deferred_numel, dtype)
+    _check_piece("values", layout, values, low, dtype)
     return dtype
 
 
@@ -379,3 +431,16 @@ def _check_flat(name: str, device: torch.device, flat: Tensor, numel: int, dtype
             f"{name} must be {numel} contiguous {dtype or ''} elements on {device}, not {flat.dtype} of shape "
             f"{tuple(flat.shape)}, strides {flat.stride()}, on {flat.device}"
         )
+
+
+def _check_piece(name: str, layout: BlockLayout, flat: Tensor, low: int, dtype: torch.dtype | None) -> None:
+    numel = layout.deferred_numel
+    if low or flat.numel() != numel:
+        high = low + flat.numel()
+        if not (0 <= low <= high <= numel and layout.begins_row(low) and (high == numel or layout.begins_row(high))):
+            raise ValueError(
+                f"{name} must be {numel} elements, or a piece of them that begins and ends where rows do, not those from "
+                f"{low} to {high}"
+            )
+        numel = flat.numel()
+    _check_flat(name, layout.device, flat, numel, dtype)

@@ -139,8 +139,8 @@ class TritonBlock:
         with current_device(self.device):
             for group in self._plan(layout):
                 for call in group.empty_calls(dtype):
-                    self._split(group, call, 0, 0, 0, 0)
-                    self._publish(group, call, 0, 0)
+                    self._split(group, call, 0, 0, 0, 0, 0, 0)
+                    self._publish(group, call, 0, 0, 0, 0)
 
     def split(
         self,
@@ -150,30 +150,34 @@ class TritonBlock:
         squares: Tensor,
         selected: Tensor,
         deferred: Tensor,
+        low: int = 0,
     ) -> None:
-        dtype = check_split(layout, grads, squares, selected, deferred)
+        dtype = check_split(layout, grads, squares, selected, deferred, low)
         if dtype is None:
             return
-        rows, sums, flats = targets.rows.data_ptr(), squares.data_ptr(), (selected.data_ptr(), deferred.data_ptr())
+        rows, sums, flats = targets.rows.data_ptr(), squares.data_ptr(), (selected.data_ptr(), _first(deferred, low))
+        high = low + deferred.numel()
         with current_device(self.device):
             for group in self._plan(layout):
                 call = group.call(dtype, grads, *flats)
                 if call.present:
-                    self._split(group, call, rows, sums, *flats)
+                    self._split(group, call, rows, sums, *flats, low, high)
 
     def plan(self, parts: Sequence[Part]) -> TritonUpdate:
         return TritonUpdate(parts, self.device, self.tiling)
 
-    def publish(self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor) -> None:
-        dtype = check_publish(layout, weights, values)
+    def publish(
+        self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor, low: int = 0
+    ) -> None:
+        dtype = check_publish(layout, weights, values, low)
         if dtype is None:
             return
-        rows, source = targets.rows.data_ptr(), values.data_ptr()
+        rows, source, high = targets.rows.data_ptr(), _first(values, low), low + values.numel()
         with current_device(self.device):
             for group in self._plan(layout):
                 call = group.call(dtype, weights, source)
                 if call.present:
-                    self._publish(group, call, rows, source)
+                    self._publish(group, call, rows, source, low, high)
 
     def _plan(self, layout: BlockLayout) -> list[_Group]:
         plan = self._plans.get(layout)
@@ -188,13 +192,20 @@ class TritonBlock:
 
     # Launches, shared by calls and warm-up so that both use the same compiled code. Numbers are addresses.
 
-    def _split(self, group: _Group, call: _Call, rows: int, squares: int, selected: int, deferred: int) -> None:
+    def _split(
+        self, group: _Group, call: _Call, rows: int, squares: int, selected: int, deferred: int, low: int, high: int
+    ) -> None:
         partial = self._partial.data_ptr()
-        split = (group.tiles.address, rows, partial, squares, selected, deferred, call.present, call.addresses)
-        if group.sum is None or group.sums is None:
+        split = (group.tiles.address, rows, partial, squares, selected, deferred, low, high, call.present, call.addresses)
+        if group.sum is None or group.sums is None or low:
             launch_all((call.split, split))
         else:
             launch_all((call.split, split), (group.sum, (group.sums.address, partial, squares, call.present)))
 
-    def _publish(self, group: _Group, call: _Call, rows: int, values: int) -> None:
-        launch_all((call.publish, (group.tiles.address, rows, values, call.present, call.addresses)))
+    def _publish(self, group: _Group, call: _Call, rows: int, values: int, low: int, high: int) -> None:
+        launch_all((call.publish, (group.tiles.address, rows, values, low, high, call.present, call.addresses)))
+
+
+def _first(piece: Tensor, low: int) -> int:
+    """Where the first of all deferred rows would be, if they lay before and behind a piece that begins at `low`."""
+    return piece.data_ptr() - low * piece.itemsize

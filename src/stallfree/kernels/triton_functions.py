@@ -12,7 +12,8 @@ import triton.language as tl
 INTERPRETED = triton.knobs.runtime.interpret  # triton reads it where kernels are defined
 kernel = triton.jit(
     do_not_specialize=(
-        *("tiles", "targets", "channel_of", "partial", "squares", "selected", "deferred", "values", "addresses", "present"),
+        *("tiles", "targets", "channel_of", "partial", "squares", "selected", "deferred", "values", "low", "high"),
+        *("addresses", "present"),
         *("factors", "skip", "lr", "beta1", "beta2", "eps", "weight_decay"),
     )
 )
@@ -56,6 +57,8 @@ def split_kernel(
     squares: tl.int64,
     selected: tl.int64,
     deferred: tl.int64,
+    low: tl.int64,  # of deferred elements, only those of rows that begin from here ...
+    high: tl.int64,  # ... to here; the rest, if this is the first piece: low is 0
     present: tl.int64,
     addresses,  # the weights' or gradients'
     DTYPE: tl.constexpr,
@@ -75,7 +78,7 @@ def split_kernel(
     length = tl.load(row + 4).to(tl.int32) * UNIT
     first_channel = tl.load(row + 5)
     to_selected = _pointer(selected, DTYPE, ALIGNED) + tl.load(row + 6) * UNIT
-    to_deferred = _pointer(deferred, DTYPE, ALIGNED) + tl.load(row + 7) * UNIT
+    first_deferred = tl.load(row + 7) * UNIT
     first_partial = tl.load(row + 8)  # -1: the channels have one chunk only
     if ((present >> segment) & 1) == 0:
         return
@@ -84,7 +87,14 @@ def split_kernel(
     inside = channel < channels
     target = tl.load(_pointer(targets, tl.int32, False) + first_channel + channel, mask=inside, other=0)
     place = tl.where(target < 0, -1 - target, target).to(tl.int64)
-    to = tl.where(target < 0, to_deferred + place * length, to_selected + place * length)
+    start_deferred = first_deferred + place * length
+    to_deferred = _pointer(deferred, DTYPE, ALIGNED) + start_deferred
+    to = tl.where(target < 0, to_deferred, to_selected + place * length)
+    in_piece = inside & (target < 0) & (start_deferred >= low) & (start_deferred < high)
+    if low != 0:  # noqa: SIM102 (here `and` would work the maximum out for every first piece, too)
+        if tl.max(in_piece.to(tl.int32), axis=0) == 0:
+            return
+    copied = in_piece | (inside & (target >= 0) & (low == 0))
     grad = _pointer(_choose(addresses, segment), DTYPE, ALIGNED)
     if COLUMNS:  # tiles [LENGTH, CHANNELS], turned on their way out
         total = tl.zeros([LENGTH, CHANNELS], tl.float32)
@@ -97,17 +107,17 @@ def split_kernel(
             if COLUMNS:
                 mask = (position < length)[:, None] & inside[None, :]
                 x = tl.load((grad + position.to(tl.int64) * channels)[:, None] + channel[None, :], mask=mask, other=0.0)
-                tl.store(to[None, :] + position[:, None], x, mask=mask)
+                tl.store(to[None, :] + position[:, None], x, mask=(position < length)[:, None] & copied[None, :])
             else:
                 mask = inside[:, None] & (position < length)[None, :]
                 x = tl.load((grad + channel.to(tl.int64) * length)[:, None] + position[None, :], mask=mask, other=0.0)
-                tl.store(to[:, None] + position[None, :], x, mask=mask)
+                tl.store(to[:, None] + position[None, :], x, mask=copied[:, None] & (position < length)[None, :])
             wide = x.to(tl.float32)
             total += wide * wide
     sums = tl.sum(total, axis=0 if COLUMNS else 1)
     parts = _pointer(partial, tl.float32, False) + first_partial + chunk.to(tl.int64) * channels
     out = tl.where(first_partial < 0, _pointer(squares, tl.float32, False) + first_channel, parts)
-    tl.store(out + channel, sums, mask=inside)
+    tl.store(out + channel, sums, mask=inside & (low == 0))
 
 
 @kernel
@@ -272,6 +282,8 @@ def publish_kernel(
     tiles: tl.int64,  # those of `split_kernel`
     targets: tl.int64,
     values: tl.int64,
+    low: tl.int64,  # only those of rows that begin from here ...
+    high: tl.int64,  # ... to here
     present: tl.int64,
     addresses,  # the weights' or gradients'
     DTYPE: tl.constexpr,
@@ -290,14 +302,15 @@ def publish_kernel(
     channels = tl.load(row + 3).to(tl.int32)
     length = tl.load(row + 4).to(tl.int32) * UNIT
     to_target = _pointer(targets, tl.int32, False) + tl.load(row + 5) + channel
-    source = _pointer(values, DTYPE, ALIGNED) + tl.load(row + 7) * UNIT
+    first_value = tl.load(row + 7) * UNIT
     if ((present >> segment) & 1) == 0:
         return
     if COLUMNS:
         channels = channels * UNIT
     target = tl.load(to_target, mask=channel < channels, other=0)
-    is_deferred = target < 0
-    source = source + (-1 - target).to(tl.int64) * length  # [CHANNELS]
+    start_value = first_value + (-1 - target).to(tl.int64) * length  # [CHANNELS]
+    source = _pointer(values, DTYPE, ALIGNED) + start_value
+    in_piece = (target < 0) & (start_value >= low) & (start_value < high)
     # Between selected columns single elements are written: with a pointer of unknown alignment a warp writes neighbours.
     weight = _pointer(_choose(addresses, segment), DTYPE, ALIGNED and not COLUMNS)
     for done in range(0, CHUNK, LENGTH):
@@ -305,10 +318,10 @@ def publish_kernel(
         if start < length:
             position = start + tl.arange(0, LENGTH)
             if COLUMNS:
-                mask = (position < length)[:, None] & is_deferred[None, :]
+                mask = (position < length)[:, None] & in_piece[None, :]
                 x = tl.load(source[None, :] + position[:, None], mask=mask, other=0.0)
                 tl.store((weight + position.to(tl.int64) * channels)[:, None] + channel[None, :], x, mask=mask)
             else:
-                mask = is_deferred[:, None] & (position < length)[None, :]
+                mask = in_piece[:, None] & (position < length)[None, :]
                 x = tl.load(source[:, None] + position[None, :], mask=mask, other=0.0)
                 tl.store((weight + channel.to(tl.int64) * length)[:, None] + position[None, :], x, mask=mask)
