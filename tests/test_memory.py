@@ -10,7 +10,7 @@ from torch import nn
 
 from stallfree import ZenFlowConfig, planner
 from stallfree.engine.blocks import build_blocks, classify
-from stallfree.engine.slots import slot_bytes
+from stallfree.engine.slots import plan_slots
 
 GROWTH = """
 import ctypes, json, sys, torch
@@ -73,5 +73,5 @@ def test_slots_follow_their_formula(interval):
     blocks = build_blocks(weights, config)
     gradients = sum(block.deferred_numel for block in blocks) * 2
     handed_over = sum(block.exchange_bytes for block in blocks) / interval
-    assert slot_bytes(blocks, config) <= 1.08 * (gradients * (interval + 3) / 2 + handed_over)
-    assert planner.plan(named, config).host_slots == slot_bytes(blocks, config)
+    assert plan_slots(blocks, config).nbytes <= 1.08 * (gradients * (interval + 3) / 2 + handed_over)
+    assert planner.plan(named, config).host_slots == plan_slots(blocks, config).nbytes

@@ -122,7 +122,7 @@ class Staging:
         target, layout = block.take_slot(), half.division.layout
         assert block.filling is not None
         after = block.filling.after
-        with link.staging(target) as staged:
+        with link.staging(target, after) as staged:
             half.split(grads, staged)
             if len(places) == len(layout.segments):
                 link.down(staged, target, after)
