@@ -3,7 +3,6 @@
 import random
 import time
 from contextlib import contextmanager
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,10 +13,8 @@ from streams import use
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.engine import pipeline
-from stallfree.engine.blocks import build_blocks, classify
-from stallfree.engine.memory import PAGE
 from stallfree.engine.ring import Ring
-from stallfree.engine.slots import Cell, Slot, SlotPlan, SlotPool
+from stallfree.engine.slots import SlotPool
 from stallfree.engine.streams import Point, Timeline
 from stallfree.engine.transfer import Link
 from stallfree.kernels.queue import HostError
@@ -166,42 +163,6 @@ def test_closing_releases_every_wait(monkeypatch):
     link.streams.wait_for(link.streams.to_device, Point(link.host, link.host.value + 100))
     player.close()  # waits for both streams
     assert not link.streams.registered
-
-
-@given(
-    steps=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 9)), min_size=1, max_size=60),
-    planned=st.lists(st.integers(0, 4), min_size=3, max_size=3),
-    keep=st.integers(1, 6),
-)
-def test_slots_never_share_memory_and_wait_for_the_last_reader(steps, planned, keep):
-    """steps: which block, how many cells, which slot to give back if more are held than `keep`."""
-    config = ZenFlowConfig(topk_ratio=0.0, min_numel=0, block_numel=1)
-    named = [("", torch.nn.Parameter(torch.empty(PAGE // 4, pages))) for pages in (1, 2, 5)]
-    blocks = build_blocks(classify(named, config)[1], config)
-    pool = SlotPool(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
-    sizes = {block: (block.numel * 4,) * 2 for block in blocks}
-    pool.follow(SlotPlan(sizes, {sizes[block][0]: count for block, count in zip(blocks, planned, strict=True)}))
-    host, up = (Timeline(torch.zeros(1, dtype=torch.int32), 0) for _ in range(2))
-    held: list[Slot] = []
-    given: dict[Cell, tuple[int, Point]] = {}
-    for turn, (which, count, place) in enumerate(steps):
-        before = [cell for cell in pool._cells[sizes[blocks[which]][0]] if cell.free]
-        slot = pool.take(blocks[which], count * sizes[blocks[which]][0])
-        held.append(slot)
-        slot.memory.fill_(len(held))
-        assert slot.memory.numel() == count * sizes[blocks[which]][0]
-        ranges = sorted((s.memory.data_ptr(), s.memory.data_ptr() + s.memory.numel()) for s in held)
-        assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
-        assert all(pool.holds(s.memory) for s in held)
-        assert set(slot.after) == {given[cell][1] for cell in slot.cells if cell in given}
-        if count == 1 and before:  # of those that there were, the one that has been free longest
-            assert slot.cells[0] in before
-            assert given.get(slot.cells[0], (-1,))[0] == min(given.get(cell, (-1,))[0] for cell in before)
-        if len(held) > keep:
-            old = held.pop(place % len(held))
-            point = (host if place % 2 else up).next()
-            pool.give([old], point)
-            given |= dict.fromkeys(old.cells, (turn, point))
 
 
 class Recorder:
