@@ -174,7 +174,8 @@ def gives_at_close(config: ZenFlowConfig) -> bool:
 def plan_slots(blocks: Sequence[Block], config: ZenFlowConfig) -> SlotPlan:
     """Worked out by playing calls at the largest S, with a selection at each close and with the first one only.
 
-    No call needs more cells, in whatever order gradients come, and wherever in the call weights are published.
+    No call needs more cells, in whatever order gradients come, and wherever in the call weights are published; except after a
+    resume on other ranks, when blocks collect whole gradients until they close.
     """
     cells = _cell_sizes(blocks)
     most: Counter[tuple[int, str]] = Counter()
