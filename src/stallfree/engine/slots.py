@@ -21,6 +21,7 @@ from stallfree.engine.memory import PAGE
 from stallfree.engine.schedule import MIN_WARM_UP, BlockSchedule, Clock
 from stallfree.engine.streams import Point
 
+NEVER = 1 << 30  # calls
 ALIKE = 1 / 32  # blocks share cells that are larger than what one of them needs by up to this part
 
 
@@ -172,14 +173,15 @@ def gives_at_close(config: ZenFlowConfig) -> bool:
 
 
 def plan_slots(blocks: Sequence[Block], config: ZenFlowConfig) -> SlotPlan:
-    """Worked out by playing calls at the largest S, with a selection at each close and with the first one only.
+    """Worked out by playing calls at the largest S, with a selection at each close and with the first one only
+    (with a lag above 1, one that moves nobody does not hurry a publish).
 
     No call needs more cells, in whatever order gradients come, and wherever in the call weights are published; except after a
     resume on other ranks, when blocks collect whole gradients until they close.
     """
     cells = _cell_sizes(blocks)
     most: Counter[tuple[int, str]] = Counter()
-    for select_interval in {1, config.select_interval}:
+    for select_interval in (1, NEVER):
         most |= _play(blocks, cells, config, select_interval)
     counts: Counter[int] = Counter()
     handovers: dict[int, int] = {}
