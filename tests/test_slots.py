@@ -112,7 +112,7 @@ class Watch:
 @pytest.mark.parametrize("stagger", [False, True])
 @pytest.mark.parametrize("S, lag", [(1, 0), (1, 1), (2, 1), (4, 0), (4, 1), (3, 2)])
 def test_a_plan_is_what_a_run_takes(monkeypatch, small_pages, S, lag, stagger, ratio):
-    """On the CPU, where each call stages everything before it publishes anything: with a selection at each close, or only one."""
+    """On the CPU, where each call stages everything before it publishes anything; selections at each close, or one."""
     most: Counter[int] = Counter()
     for select_interval in (1, 1000):
         params = [nn.Parameter(torch.randn(shape)) for shape in [(20, 40)] * 5 + [(20, 41)] * 3 + [(20, 200)]]
