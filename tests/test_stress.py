@@ -37,6 +37,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from training import LR, PRESETS, Mirror, train
 
 from stallfree import ZenFlowAdamW
+from stallfree.engine.blocks import Block
 from stallfree.engine.streams import Timeline
 
 NO_SELECTION = dict(topk_ratio=0.0, full_warm_up_rounds=1)
@@ -132,9 +133,9 @@ def test_the_host_writes_a_slot_only_when_its_last_reader_is_done(monkeypatch):
     reading = Timeline(torch.zeros(1, dtype=torch.int32), 0)
     last = reading.next()
 
-    def taken(nbytes: int):
-        slot = take(nbytes)
-        slot.after = last
+    def taken(block: Block, nbytes: int):
+        slot = take(block, nbytes)
+        slot.cells[0].after = last
         return slot
 
     engine.pool.take = taken

@@ -14,7 +14,6 @@ from streams import use
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.engine import pipeline
 from stallfree.engine.blocks import build_blocks, classify
-from stallfree.engine.memory import PAGE
 from stallfree.engine.ring import Ring, ring_bytes
 from stallfree.engine.slots import SlotPool
 from stallfree.engine.streams import Point, Timeline
@@ -289,34 +288,6 @@ def test_closing_releases_every_wait(monkeypatch):
     link.streams.wait_for(link.streams.to_device, Point(link.host, link.host.value + 100))
     player.close()  # waits for both streams
     assert not link.streams.registered
-
-
-@given(
-    sizes=st.lists(st.tuples(st.integers(1, 40), st.integers(0, 9)), min_size=1, max_size=60),
-    keep=st.integers(1, 6),
-)
-def test_slots_never_share_memory_and_wait_for_the_last_reader(sizes, keep):
-    pool = SlotPool(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
-    pool.reserve(PAGE * 60)
-    timeline, held, last = Timeline(torch.zeros(1, dtype=torch.int32), 0), [], {}
-    for size, which in sizes:
-        slot = pool.take(size * PAGE)
-        taken = range(slot.start // PAGE, (slot.start + slot.size) // PAGE)
-        assert slot.memory.numel() == size * PAGE
-        assert not any(set(taken) & other for other, _ in held)
-        latest = max((last[page] for page in taken if page in last), default=0)
-        assert latest <= (slot.after.value if slot.after else 0)
-        slot.memory.fill_(which)
-        held.append((set(taken), slot))
-        if len(held) > keep:
-            pages, old = held.pop(which % len(held))
-            point = timeline.next()
-            pool.give([old], point)
-            last |= dict.fromkeys(pages, point.value)
-    before = pool.nbytes
-    pool.give([slot for _, slot in held], timeline.next())
-    assert pool.take(PAGE * 60).size == PAGE * 60  # what is given back is one piece again
-    assert pool.nbytes == before
 
 
 class Recorder:

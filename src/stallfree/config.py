@@ -103,7 +103,7 @@ class ZenFlowConfig:
     """Threads of the native kernel. "auto": the cores this process may use, less those for training and data loading."""
     pin_host_threads: bool | Literal["auto"] = "auto"
     """Pin each host thread to a core. "auto": when the parameters live on a GPU."""
-    block_numel: int = 1 << 26
+    block_numel: int = 1 << 27
     """Elements after which a new block begins; one transformer layer is a good size."""
     max_update_interval: int = None  # type: ignore[assignment]
     """The largest S that `set_update_interval`, a schedule or "auto" may ask for: host memory for slots is reserved for it.

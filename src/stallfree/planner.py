@@ -11,7 +11,7 @@ from torch import nn
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import build_blocks, classify
 from stallfree.engine.ring import ring_bytes
-from stallfree.engine.slots import slot_bytes
+from stallfree.engine.slots import plan_slots
 from stallfree.limits import GIB, available_device_bytes
 from stallfree.limits import available_host_bytes as available_host_bytes
 
@@ -64,7 +64,7 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
     on_gpu = any(weight.shard.device.type == "cuda" for weight in weights)
     staging = 2 * ring_bytes(blocks) if on_gpu else 0
     resident = sum(item.numel * (12 + item.dtype.itemsize) for item in residents)
-    return Plan(state, slot_bytes(blocks, config), device + resident, staging)
+    return Plan(state, plan_slots(blocks, config).nbytes, device + resident, staging)
 
 
 def with_room(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> ZenFlowConfig:

@@ -38,7 +38,7 @@ class Exchange:
         assert half.handover is not None
         division, moved = half.handover.division, half.handover.moved
         torch.cat([division.targets.selected, division.targets.deferred, *(mask.int() for mask in moved)], out=half.numbers)
-        self._slot = slot = self.pool.take(half.block.exchange_bytes)
+        self._slot = slot = self.pool.take_handover(half.block)
         numbers = slot.memory[half.memory.nbytes :][: half.numbers.nbytes].view(torch.int32)
         link.down(half.numbers, numbers, slot.after)  # the host writes the state after it has seen these
         if half.installed.divided:

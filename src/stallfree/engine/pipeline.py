@@ -32,7 +32,7 @@ from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
 from stallfree.engine.schedule import Clock
 from stallfree.engine.sharding import Agreement, RankSums, is_sharded, own_gradient
-from stallfree.engine.slots import SlotPool, slot_bytes
+from stallfree.engine.slots import SlotPool, gives_at_close, plan_slots
 from stallfree.engine.staging import Staging
 from stallfree.engine.transfer import link_to
 from stallfree.engine.tuner import IntervalTuner
@@ -140,7 +140,7 @@ class Engine:
         for block, half in zip(blocks, halves, strict=True):
             self.blocks.append(BlockState(block, half, self.link, self.pool, self.config))
             self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
-        self.pool.reserve(slot_bytes([block.block for block in self.blocks], self.config))
+        self.pool.follow(plan_slots([block.block for block in self.blocks], self.config))
         trained = [*(resident.param for group in residents for resident in group), *(weight.param for weight in split)]
         self._take_over(trained)
         self._adamw = None
@@ -299,6 +299,8 @@ class Engine:
             works.append(self.host_work(block, calls, window.division.divided, window.lookahead, places, window.exchange))
         for (block, window), work in zip(closing, self.worker.submit(works), strict=True):
             window.work = block.work = work
+            if gives_at_close(self.config):
+                block.give_read(window)
 
     def _call(self, block: BlockState, collected: CollectedCall) -> Call:
         assert collected.memory is not None

@@ -1,14 +1,16 @@
 """Host memory for deferred gradients in flight, shared by all blocks.
 
-A slot is taken when a block's gradient is staged and given back when the window it belongs to has been published. Who gets
-which piece follows from the order of these calls alone, never from timing.
+A slot is taken when a block's gradient is staged. When the window it belongs to closes, it is given back, to be written again
+once the host has replayed the window; only the first one, in which the host leaves what is published, is kept until the
+publish. The pool is divided into cells of a few sizes. Of those that fit, the one that has been free longest is taken: who gets
+which follows from the order of these calls alone, never from timing, and waiting for the host comes last.
 """
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,76 +21,44 @@ from stallfree.engine.memory import PAGE
 from stallfree.engine.schedule import MIN_WARM_UP, BlockSchedule, Clock
 from stallfree.engine.streams import Point
 
+NEVER = 1 << 30  # calls
+ALIKE = 1 / 32  # blocks share cells that are larger than what one of them needs by up to this part
+
+
+@dataclass(eq=False, slots=True)
+class Cell:
+    """A part of the pool."""
+
+    chunk: memoryview  # the memory that was allocated with it
+    start: int  # in the chunk, bytes
+    size: int
+    free: bool = True
+    after: Point | None = None  # it may be written once this moment has passed
+    views: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict)  # of its memory, as it is used again and again
+
+    def precedes(self, other: Cell) -> bool:
+        return self.chunk is other.chunk and self.start + self.size == other.start
+
 
 @dataclass(eq=False, slots=True)
 class Slot:
-    """A piece of the pool. Holds the deferred gradients of one block's call, and later the weights to publish."""
+    """Adjacent cells, mostly one. Holds the deferred gradients of one block's call, and later the weights to publish."""
 
-    start: int  # of the piece, in bytes of the whole pool
-    size: int
+    cells: Sequence[Cell]
     memory: Tensor  # uint8
-    after: Point | None  # it may be written once this moment has passed
+
+    @property
+    def after(self) -> tuple[Point, ...]:
+        """It may be written once these moments have passed."""
+        return tuple(cell.after for cell in self.cells if cell.after is not None)
 
     def rows(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Its content, flat."""
-        return self.memory[: numel * dtype.itemsize].view(dtype)
-
-
-@dataclass(slots=True)
-class _Gap:
-    start: int
-    size: int
-    after: Point | None  # it may be written once this moment has passed
-
-    def __lt__(self, other: _Gap) -> bool:
-        return self.start < other.start
-
-
-class Room:
-    """First-fit allocation of pieces, by numbers alone."""
-
-    def __init__(self) -> None:
-        self.size = 0
-        self._gaps: list[_Gap] = []  # by start, never adjacent unless a chunk of memory ends between them
-        self._ends: list[int] = []  # of the chunks of memory, which no piece crosses
-
-    def add(self, size: int) -> None:
-        """More room at the end, not joined to what is there."""
-        self._gaps.append(_Gap(self.size, size, None))
-        self.size += size
-        self._ends.append(self.size)
-
-    def take(self, size: int) -> tuple[int, Point | None] | None:
-        """Where a piece begins, and when it may be written; None if there is no room."""
-        for place, gap in enumerate(self._gaps):
-            if gap.size >= size:
-                start, after = gap.start, gap.after
-                if gap.size == size:
-                    del self._gaps[place]
-                else:
-                    gap.start, gap.size = start + size, gap.size - size
-                return start, after
-        return None
-
-    def give(self, start: int, size: int, after: Point | None) -> None:
-        """Give a piece back; it may be written after a moment. Pieces that join have the later moment of theirs."""
-        gap = _Gap(start, size, after)
-        insort(self._gaps, gap)
-        place = self._gaps.index(gap)
-        for first in (place, place - 1):
-            if 0 <= first < len(self._gaps) - 1:
-                left, right = self._gaps[first], self._gaps[first + 1]
-                if left.start + left.size == right.start and right.start not in self._ends:
-                    left.size += right.size
-                    left.after = later(left.after, right.after)
-                    del self._gaps[first + 1]
-
-
-def later(one: Point | None, other: Point | None) -> Point | None:
-    """Of two moments on one timeline."""
-    if one is None or other is None:
-        return one or other
-    return one if (one.value - other.value) & 0xFFFFFFFF < 1 << 31 else other
+        views = self.cells[0].views if len(self.cells) == 1 else {}
+        rows = views.get((dtype, numel))
+        if rows is None:
+            rows = views[dtype, numel] = self.memory[: numel * dtype.itemsize].view(dtype)
+        return rows
 
 
 class SlotPool:
@@ -96,87 +66,209 @@ class SlotPool:
 
     def __init__(self, allocate: Callable[[int], Tensor]) -> None:
         self._allocate = allocate  # bytes -> uint8, beginning at a page
-        self._room = Room()
-        self._chunks: list[tuple[int, memoryview]] = []  # where each begins in the pool
+        self._chunks: list[memoryview] = []
+        self._cells: defaultdict[int, list[Cell]] = defaultdict(list)  # by size, in the order of memory
+        self._free: defaultdict[int, deque[Cell]] = defaultdict(deque)  # by size, the longest free first
+        self._sizes: Mapping[Block, tuple[int, int]] = {}
 
-    def reserve(self, size: int) -> None:
-        """Let the pool have this many bytes at least."""
-        if size > self.nbytes:
-            self._grow(size - self.nbytes)
+    def follow(self, plan: SlotPlan) -> None:
+        """Serve these blocks, with as many cells as they need at least."""
+        self._sizes = plan.sizes
+        self._grow({size: count - len(self._cells[size]) for size, count in sorted(plan.counts.items())})
 
-    def _grow(self, size: int) -> None:
-        size = pages(size)
-        self._chunks.append((self._room.size, self._allocate(size).numpy().data))
-        self._room.add(size)
+    def _grow(self, counts: Mapping[int, int]) -> None:
+        """Add cells of some sizes, in one piece of memory."""
+        counts = {size: count for size, count in counts.items() if count > 0}
+        if not counts:
+            return
+        chunk, start = self._allocate(sum(size * count for size, count in counts.items())).numpy().data, 0
+        self._chunks.append(chunk)
+        for size, count in counts.items():
+            cells = [Cell(chunk, start + size * place, size) for place in range(count)]
+            self._cells[size] += cells
+            self._free[size] += cells
+            start += size * count
 
-    def take(self, nbytes: int) -> Slot:
-        """A slot; the pool grows if it has none, which a pool that was reserved by `slot_bytes` hardly ever has to."""
-        size = pages(max(nbytes, 1))
-        found = self._room.take(size)
-        if found is None:
-            self._grow(size)
-            found = self._room.take(size)
-            assert found is not None
-        start, after = found
-        begin, chunk = next(pair for pair in reversed(self._chunks) if pair[0] <= start)
-        piece = chunk[start - begin : start - begin + size]
-        # Storage of its own, so that whoever saves a slot saves nothing else.
-        return Slot(start, size, torch.frombuffer(piece, dtype=torch.uint8), after)
+    def take(self, block: Block, nbytes: int) -> Slot:
+        """A slot; the pool grows if it has none, which a pool that follows a plan hardly ever has to."""
+        return self._take(self._sizes[block][0], nbytes)
+
+    def take_handover(self, block: Block) -> Slot:
+        """The same for channels that change hands."""
+        return self._take(self._sizes[block][1], block.exchange_bytes)
+
+    def _take(self, size: int, nbytes: int) -> Slot:
+        count, free = cells_of(nbytes, size), self._free[size]
+        if count == 1:
+            if not free:
+                self._grow({size: 1})
+            cells: Sequence[Cell] = (free.popleft(),)
+        else:
+            if not (cells := self._run(size, count)):
+                self._grow({size: count})
+                cells = self._cells[size][-count:]
+            for cell in cells:
+                free.remove(cell)
+        for cell in cells:
+            cell.free = False
+        return Slot(cells, _memory(cells))
+
+    def _run(self, size: int, count: int) -> list[Cell]:
+        """The first free cells that are adjacent; none if there are not so many."""
+        run: list[Cell] = []
+        for cell in self._cells[size]:
+            if not cell.free or (run and not run[-1].precedes(cell)):
+                run = []
+            if cell.free:
+                run.append(cell)
+            if len(run) == count:
+                return run
+        return []
 
     def give(self, slots: Iterable[Slot], after: Point | None) -> None:
         """They may be written again once a moment has passed."""
         for slot in slots:
-            self._room.give(slot.start, slot.size, later(slot.after, after))
+            for cell in slot.cells:
+                assert not cell.free, "a slot is given back once"
+                cell.free, cell.after = True, after or cell.after
+                self._free[cell.size].append(cell)
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is in here."""
-        begins = ((torch.frombuffer(chunk, dtype=torch.uint8).data_ptr(), len(chunk)) for _, chunk in self._chunks)
+        begins = ((torch.frombuffer(chunk, dtype=torch.uint8).data_ptr(), len(chunk)) for chunk in self._chunks)
         return any(begin <= tensor.data_ptr() < begin + size for begin, size in begins)
 
     @property
     def nbytes(self) -> int:
-        return self._room.size
+        return sum(len(chunk) for chunk in self._chunks)
+
+
+def _memory(cells: Sequence[Cell]) -> Tensor:
+    """With storage of its own, so that whoever saves a slot saves nothing else."""
+    first, size = cells[0], sum(cell.size for cell in cells)
+    views, whole = first.views, (torch.uint8, size)
+    if whole not in views:
+        views[whole] = torch.frombuffer(first.chunk[first.start : first.start + size], dtype=torch.uint8)
+    return views[whole]
 
 
 def pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE
 
 
-def slot_bytes(blocks: Sequence[Block], config: ZenFlowConfig) -> int:
-    """How large a pool has to be for these blocks: worked out by playing calls at the largest S, a selection at each close."""
-    room, most = Room(), 0
-    room.add(1 << 62)
+def cells_of(nbytes: int, size: int) -> int:
+    """How many cells hold so many bytes."""
+    return max(1, -(-nbytes // size))
 
-    def take(size: int) -> list[tuple[int, int]]:
-        nonlocal most
-        if not size:
-            return []
-        found = room.take(pages(size))
-        assert found is not None
-        most = max(most, found[0] + pages(size))
-        return [(found[0], pages(size))]
+
+# How many
+
+
+@dataclass(frozen=True)
+class SlotPlan:
+    """The cells that some blocks need."""
+
+    sizes: Mapping[Block, tuple[int, int]]  # bytes of a cell for gradients, and for a hand-over
+    counts: Mapping[int, int]  # by size
+
+    @property
+    def nbytes(self) -> int:
+        return sum(size * count for size, count in self.counts.items())
+
+
+def gives_at_close(config: ZenFlowConfig) -> bool:
+    """Whether a window's slots may be written again after its replay, or only after its publish.
+
+    With a longer lag the host may take longer than a call, and a copy that waited for it would let the device wait.
+    """
+    return config.lag <= 1
+
+
+def plan_slots(blocks: Sequence[Block], config: ZenFlowConfig) -> SlotPlan:
+    """Worked out by playing calls at the largest S, with a selection at each close and with the first one only
+    (with a lag above 1, one that moves nobody does not hurry a publish).
+
+    No call needs more cells, in whatever order gradients come, and wherever in the call weights are published; except after a
+    resume on other ranks, when blocks collect whole gradients until they close.
+    """
+    cells = _cell_sizes(blocks)
+    most: Counter[tuple[int, str]] = Counter()
+    for select_interval in (1, NEVER):
+        most |= _play(blocks, cells, config, select_interval)
+    counts: Counter[int] = Counter()
+    handovers: dict[int, int] = {}
+    for cell in set(cells.values()):
+        handover = max(pages(block.exchange_bytes) for block in blocks if cells[block] == cell)
+        apart = {cell: most[cell, "gradients"], handover: most[cell, "handovers"]}
+        together = {cell: most[cell, "both"]}
+        cheaper = _bytes(apart) < _bytes(together)  # as for a block like no other: no cell of its size for hand-overs alone
+        handovers[cell] = handover if handover > cell or cheaper else cell
+        counts.update(together if handovers[cell] == cell else apart)
+    return SlotPlan({block: (cells[block], handovers[cells[block]]) for block in blocks}, +counts)
+
+
+def _bytes(counts: Mapping[int, int]) -> int:
+    return sum(size * count for size, count in counts.items())
+
+
+def _cell_sizes(blocks: Sequence[Block]) -> dict[Block, int]:
+    """Of gradients once channels are selected. Until then a gradient takes more than one cell, and is alone in its window."""
+    sizes: dict[Block, int] = {}
+    last = 0
+    for block in sorted(blocks, key=lambda block: -block.deferred_numel * block.dtype.itemsize):
+        size = pages(block.deferred_numel * block.dtype.itemsize)
+        if last > size * (1 + ALIKE) or not last:
+            last = size
+        sizes[block] = last
+    return sizes
+
+
+def _play(
+    blocks: Sequence[Block], cells: Mapping[Block, int], config: ZenFlowConfig, select_interval: int
+) -> Counter[tuple[int, str]]:
+    """The most cells of each size that gradients, hand-overs and both hold at once."""
+    held: Counter[tuple[int, str]] = Counter()
+    most: Counter[tuple[int, str]] = Counter()
+
+    def hold(block: Block, what: str, count: int) -> None:
+        for key in ((cells[block], what), (cells[block], "both")):
+            held[key] += count
+            most[key] = max(most[key], held[key])
 
     warm_up = min(MIN_WARM_UP if config.full_warm_up_rounds == "auto" else config.full_warm_up_rounds, 2)
     clock = Clock(config.max_update_interval, warm_up)
-    schedules = [BlockSchedule(block.phase) for block in blocks]
-    open_: list[list[tuple[int, int]]] = [[] for _ in blocks]
-    queues: list[list[tuple[int, list[tuple[int, int]]]]] = [[] for _ in blocks]
-    selected = [False] * len(blocks)
+    schedules = {block: BlockSchedule(block.phase) for block in blocks}
+    open_: dict[Block, list[int]] = {block: [] for block in blocks}  # cells of each call
+    queues: dict[Block, list[tuple[int, int, int]]] = {block: [] for block in blocks}  # due; cells of gradients, hand-overs
+
+    def publish() -> None:
+        for block, queue in queues.items():
+            for due, gradients, handovers in queue:
+                if due <= clock.call:
+                    hold(block, "gradients", -gradients)
+                    hold(block, "handovers", -handovers)
+            queues[block] = [window for window in queue if window[0] > clock.call]
+
     for _ in range(warm_up + 3 * (config.max_update_interval + config.lag)):
         clock.tick(0.0)
-        for place, block in reversed(list(enumerate(blocks))):
-            open_[place] += take((block.deferred_numel if selected[place] else block.numel) * block.dtype.itemsize)
-        for after_close in (False, True):
-            for place, (block, schedule) in enumerate(zip(blocks, schedules, strict=True)):
-                if after_close and schedule.closes(clock):
-                    due, exchange = schedule.close(clock, config.lag), []
-                    if schedule.wants_selection(clock, 1):
-                        selected[place], due, exchange = True, min(due, clock.call + 1), take(block.exchange_bytes)
-                    queues[place].append((due, open_[place] + exchange))
-                    open_[place] = []
-                published = [window for window in queues[place] if window[0] <= clock.call]
-                queues[place] = queues[place][len(published) :]
-                for _, pieces in published:
-                    for start, size in pieces:
-                        room.give(start, size, None)
+        for block, schedule in schedules.items():
+            numel = block.deferred_numel if schedule.last_selection else block.numel
+            open_[block].append(cells_of(numel * block.dtype.itemsize, cells[block]))
+            hold(block, "gradients", open_[block][-1])
+        publish()
+        read: list[tuple[Block, int]] = []
+        for block, schedule in schedules.items():
+            if schedule.closes(clock):
+                window, open_[block] = open_[block], []
+                selects = block.exchange_bytes > 0 and schedule.wants_selection(clock, select_interval)
+                due = schedule.close(clock, config.lag)
+                if selects:
+                    schedule.last_selection, due = clock.call, min(due, clock.call + 1)
+                    hold(block, "handovers", 1)
+                kept = window[:1] if gives_at_close(config) else window
+                read.append((block, sum(window) - sum(kept)))
+                queues[block].append((due, sum(kept), int(selects)))
+        for block, count in read:
+            hold(block, "gradients", -count)
+        publish()
     return most

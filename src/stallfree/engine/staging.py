@@ -158,7 +158,7 @@ class Staging:
         assert block.filling is not None
         after = block.filling.after
         for low, target in half.pieces(layout, slot):
-            with link.staging(target) as staged:
+            with link.staging(target, after) as staged:
                 half.split(grads, staged, low)
                 if len(places) == len(layout.segments):
                     link.down(staged, target, after)

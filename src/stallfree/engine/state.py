@@ -317,7 +317,7 @@ def _load_window(block: BlockState, parts: tuple[dict[str, Any], ...]) -> Window
         rest[part["deferred"].to("cpu")] = False
         selected.append(rest.nonzero().flatten())  # not in the order of places, which nobody asks for
     division = _division(block, selected)
-    slot = block.pool.take(division.layout.deferred_numel * block.block.dtype.itemsize)
+    slot = block.pool.take(block.block, division.layout.deferred_numel * block.block.dtype.itemsize)
     memory = slot.rows(block.block.dtype, division.layout.deferred_numel)
     for state, part in zip(block.weights, parts, strict=True):
         division.layout.deferred_rows(memory, state.place).copy_(part["published"])

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from stallfree.engine.blocks import Block
 from stallfree.engine.memory import host_memory
 from stallfree.engine.ring import Ring, Share, piece_bytes, ring_bytes
 from stallfree.engine.streams import Event, Point, Stream, Streams, Timeline
+from stallfree.kernels.queue import HostError
 from stallfree.kernels.windows import Gate
 
 LINE = 16  # int32 words of a cache line: each timeline has one of its own
@@ -137,15 +138,17 @@ class Link:
         return source
 
     @contextmanager
-    def staging(self, target: Tensor) -> Iterator[Tensor]:
-        """Where the device writes what `down` then copies to `target`."""
+    def staging(self, target: Tensor, after: Sequence[Point] = ()) -> Iterator[Tensor]:
+        """Where the device writes what `down` then copies to `target`, with the same `after`."""
+        self._wait_for_all(after)
         yield target
 
-    def down(self, source: Tensor, target: Tensor, after: Point | None = None) -> None:
-        """Copy a device tensor into host memory, once a moment has passed.
+    def down(self, source: Tensor, target: Tensor, after: Sequence[Point] = ()) -> None:
+        """Copy a device tensor into host memory, once some moments have passed.
 
         The source must be memory that lives on: the copy may be made much later.
         """
+        self._wait_for_all(after)
         self._count(down=source.nbytes)
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
@@ -154,8 +157,8 @@ class Link:
         """What host work waits for to see everything that has been sent down so far."""
         return ()
 
-    def hold_gates(self, until: Point | None) -> None:
-        """Gates made from now on open only when a moment has passed, too."""
+    def hold_gates(self, until: Sequence[Point]) -> None:
+        """Gates made from now on open only when some moments have passed, too."""
 
     def lead(self) -> int | None:
         """How far the launching thread is ahead of the device, in pieces staged or shown. None: there is no device."""
@@ -190,6 +193,13 @@ class Link:
         start = time.perf_counter()
         self.wait_for_host(work)
         self.stalls.add(time.perf_counter() - start)
+
+    def _wait_for_all(self, points: Sequence[Point]) -> None:
+        """The same, for memory that the host has still to read. If it fails, the next call says so."""
+        for point in points:
+            if not point.passed:
+                with suppress(HostError):
+                    self.wait(point)
 
     def _count(self, down: int = 0, up: int = 0) -> None:
         self.bytes_down += down
@@ -248,7 +258,7 @@ class DeviceLink(Link):
         return source.to(self.device)
 
     @contextmanager
-    def staging(self, target: Tensor) -> Iterator[Tensor]:
+    def staging(self, target: Tensor, after: Sequence[Point] = ()) -> Iterator[Tensor]:
         stream = self._computing()
         share = self._down_ring.take(target.nbytes, lambda point: self._stall(stream, point, self.crowding))
         try:
@@ -256,11 +266,11 @@ class DeviceLink(Link):
         finally:
             share.used = self._came_down.now()
 
-    def down(self, source: Tensor, target: Tensor, after: Point | None = None) -> None:
+    def down(self, source: Tensor, target: Tensor, after: Sequence[Point] = ()) -> None:
         self._count(down=source.nbytes)
         copies = self.streams.to_host
-        if after is not None:
-            self._wait(copies, after)
+        for point in after:
+            self._wait(copies, point)
         self._wait(copies, self._raise(self._computing(), self._computed))
         self.streams.copy(target, source, copies)
         self._raise(copies, self._came_down)
@@ -268,9 +278,10 @@ class DeviceLink(Link):
     def gates(self) -> tuple[Gate, ...]:
         return (Gate(self._came_down.address, self._came_down.value),)
 
-    def hold_gates(self, until: Point | None) -> None:
-        if until is not None and not until.passed:
-            self._wait(self.streams.to_host, until)
+    def hold_gates(self, until: Sequence[Point]) -> None:
+        for point in until:
+            self._wait(self.streams.to_host, point)
+        if until:
             self._raise(self.streams.to_host, self._came_down)
 
     def lead(self) -> int:

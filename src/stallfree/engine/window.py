@@ -97,7 +97,7 @@ class Piece:
 class Window:
     """What a block collected, from the close to the publish."""
 
-    calls: list[CollectedCall]  # those with a slot; what is published takes the place of the first one's gradients
+    calls: list[CollectedCall]  # with a slot that is not given back yet; what is published takes the first one's place
     due: int
     lookahead: float
     division: Division  # of its gradients; it publishes the deferred channels
@@ -175,7 +175,8 @@ class BlockState:
     def take_slot(self) -> Tensor:
         """Room for the deferred rows of the call under way."""
         if self.filling is None:
-            self.filling = self.pool.take(self.half.division.layout.deferred_numel * self.block.dtype.itemsize)
+            nbytes = self.half.division.layout.deferred_numel * self.block.dtype.itemsize
+            self.filling = self.pool.take(self.block, nbytes)
         return self.filling.rows(self.block.dtype, self.half.division.layout.deferred_numel)
 
     def pieces(self, division: Division, first: CollectedCall) -> list[Piece]:
@@ -186,6 +187,11 @@ class BlockState:
     def give_back(self, slots: Sequence[Slot], read: Point | None = None) -> None:
         """Nobody needs what these slots hold, once it has come up to the device."""
         self.pool.give(slots, read)
+
+    def give_read(self, window: Window) -> None:
+        """Once the host has done a window's work, all that anybody needs of its slots is what it publishes."""
+        read, window.calls = window.calls[1:], window.calls[:1]
+        self.pool.give([collected.slot for collected in read if collected.slot is not None], window.work)
 
     def scaled(self, hypers: tuple[Hyper | None, ...]) -> tuple[Hyper | None, ...]:
         """A call's settings as deferred channels have them."""

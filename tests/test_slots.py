@@ -1,0 +1,176 @@
+"""Slots: who gets which memory, when it may be written, and how much of it there is."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from histories import Player, histories
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from streams import use
+from torch import nn
+
+from stallfree import ZenFlowAdamW, ZenFlowConfig
+from stallfree.engine import slots
+from stallfree.engine.blocks import build_blocks, classify
+from stallfree.engine.memory import PAGE
+from stallfree.engine.pipeline import Engine
+from stallfree.engine.slots import Cell, Slot, SlotPlan, SlotPool, plan_slots
+from stallfree.engine.streams import Point, Timeline
+
+HALF = settings(max_examples=max(4, settings().max_examples // 2), suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def plan_of(engine: Engine) -> SlotPlan:
+    return plan_slots([block.block for block in engine.blocks], engine.config)
+
+
+@given(
+    steps=st.lists(st.tuples(st.integers(0, 2), st.integers(1, 3), st.integers(0, 9)), min_size=1, max_size=60),
+    planned=st.lists(st.integers(0, 4), min_size=3, max_size=3),
+    keep=st.integers(1, 6),
+)
+def test_slots_never_share_memory_and_wait_for_the_last_reader(steps, planned, keep):
+    """steps: which block, how many cells, which slot to give back if more are held than `keep`."""
+    config = ZenFlowConfig(topk_ratio=0.0, min_numel=0, block_numel=1)
+    named = [("", torch.nn.Parameter(torch.empty(PAGE // 4, pages))) for pages in (1, 2, 5)]
+    blocks = build_blocks(classify(named, config)[1], config)
+    pool = SlotPool(lambda nbytes: torch.zeros(nbytes, dtype=torch.uint8))
+    sizes = {block: (block.numel * 4,) * 2 for block in blocks}
+    pool.follow(SlotPlan(sizes, {sizes[block][0]: count for block, count in zip(blocks, planned, strict=True)}))
+    host, up = (Timeline(torch.zeros(1, dtype=torch.int32), 0) for _ in range(2))
+    held: list[Slot] = []
+    given: dict[Cell, tuple[int, Point]] = {}
+    for turn, (which, count, place) in enumerate(steps):
+        before = [cell for cell in pool._cells[sizes[blocks[which]][0]] if cell.free]
+        slot = pool.take(blocks[which], count * sizes[blocks[which]][0])
+        held.append(slot)
+        slot.memory.fill_(len(held))
+        assert slot.memory.numel() == count * sizes[blocks[which]][0]
+        ranges = sorted((s.memory.data_ptr(), s.memory.data_ptr() + s.memory.numel()) for s in held)
+        assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
+        assert all(pool.holds(s.memory) for s in held)
+        assert set(slot.after) == {given[cell][1] for cell in slot.cells if cell in given}
+        if count == 1 and before:  # of those that there were, the one that has been free longest
+            assert slot.cells[0] in before
+            assert given.get(slot.cells[0], (-1,))[0] == min(given.get(cell, (-1,))[0] for cell in before)
+        if len(held) > keep:
+            old = held.pop(place % len(held))
+            point = (host if place % 2 else up).next()
+            pool.give([old], point)
+            given |= dict.fromkeys(old.cells, (turn, point))
+
+
+@pytest.fixture
+def small_pages(monkeypatch):
+    """So that small blocks have cells of their own sizes."""
+    monkeypatch.setattr(slots, "PAGE", 4)
+
+
+@pytest.mark.parametrize("place", ["cpu", "streams"])
+@given(history=histories(dtypes=("fp32", "bf16"), befores=("flush", "exact")))
+@HALF
+def test_a_pool_never_grows(monkeypatch, small_pages, place, history):
+    """Whatever gradients are missing, and wherever in a call weights are published."""
+    history = replace(history, config=history.config.replace(max_update_interval=history.config.update_interval))
+    with monkeypatch.context() as patch:
+        if place == "streams":
+            use(patch)
+        player = Player(history)
+        player.play()
+        assert player.optimizer.engine.pool.nbytes == plan_of(player.optimizer.engine).nbytes
+        player.close()
+
+
+class Watch:
+    """The most cells of each size that a pool has lent at once."""
+
+    def __init__(self, pool: SlotPool, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.held: Counter[int] = Counter()
+        self.most: Counter[int] = Counter()
+        take, give = pool._take, pool.give
+
+        def taken(size: int, nbytes: int) -> Slot:
+            slot = take(size, nbytes)
+            self.held[size] += len(slot.cells)
+            self.most[size] = max(self.most[size], self.held[size])
+            return slot
+
+        def given(slots: Iterable[Slot], after: Point | None) -> None:
+            slots = list(slots)
+            give(slots, after)
+            self.held.subtract(cell.size for slot in slots for cell in slot.cells)
+
+        monkeypatch.setattr(pool, "_take", taken)
+        monkeypatch.setattr(pool, "give", given)
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3])
+@pytest.mark.parametrize("stagger", [False, True])
+@pytest.mark.parametrize("S, lag", [(1, 0), (1, 1), (2, 1), (4, 0), (4, 1), (3, 2)])
+def test_a_plan_is_what_a_run_takes(monkeypatch, small_pages, S, lag, stagger, ratio):
+    """On the CPU, where each call stages everything before it publishes anything; selections at each close, or one."""
+    most: Counter[int] = Counter()
+    for select_interval in (1, 1000):
+        params = [nn.Parameter(torch.randn(shape)) for shape in [(20, 40)] * 5 + [(20, 41)] * 3 + [(20, 200)]]
+        config = ZenFlowConfig(
+            update_interval=S,
+            max_update_interval=S,
+            lag=lag,
+            stagger=stagger,
+            topk_ratio=ratio,
+            select_interval=select_interval,
+            full_warm_up_rounds=2,
+            block_numel=1,
+            min_numel=0,
+        )
+        optimizer = ZenFlowAdamW(params, config=config)
+        watch = Watch(optimizer.engine.pool, monkeypatch)
+        for _ in range(2 + 3 * (S + lag)):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            optimizer.step()
+        plan = plan_of(optimizer.engine)
+        assert optimizer.engine.pool.nbytes == plan.nbytes
+        most |= watch.most
+        optimizer.close()
+    assert most == Counter(plan.counts)
+
+
+def qwen(vocabulary: int, hidden: int, inner: int, layers: int, keys: int, tied: bool) -> list[tuple[str, nn.Parameter]]:
+    """Weights of Qwen2.5's shapes."""
+    shapes = {"embed_tokens": (vocabulary, hidden)}
+    for layer in range(layers):
+        for name, rows, columns in (
+            ("q_proj", hidden, hidden),
+            ("k_proj", keys, hidden),
+            ("v_proj", keys, hidden),
+            ("o_proj", hidden, hidden),
+            ("gate_proj", inner, hidden),
+            ("up_proj", inner, hidden),
+            ("down_proj", hidden, inner),
+        ):
+            shapes[f"layers.{layer}.{name}"] = (rows, columns)
+    if not tied:
+        shapes["lm_head"] = (vocabulary, hidden)
+    return [(name, nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"))) for name, shape in shapes.items()]
+
+
+@pytest.mark.parametrize(
+    "shapes, at_4, at_8",
+    [
+        ((151936, 896, 4864, 24, 128, True), 6.7, 11.6),  # 0.5B: one block has 28% of the parameters
+        ((151936, 1536, 8960, 28, 256, True), 6.1, 10.3),  # 1.5B
+        ((152064, 3584, 18944, 28, 512, False), 5.8, 10.4),  # 7B
+    ],
+    ids=["0.5B", "1.5B", "7B"],
+)
+def test_bytes_per_parameter(shapes, at_4, at_8):
+    """Of slots, bf16. Equal blocks that kept their slots until the publish would need 6.3 at S=4 and 9.9 at S=8."""
+    for S, most in ((4, at_4), (8, at_8)):
+        config = ZenFlowConfig(update_interval=S, max_update_interval=S)
+        blocks = build_blocks(classify(qwen(*shapes), config)[1], config)
+        assert plan_slots(blocks, config).nbytes <= most * sum(block.numel for block in blocks)
