@@ -1,0 +1,171 @@
+"""The processes that share a run: who this one is, what all of them agree on, and whose error is shown.
+
+Agreement goes through host memory (gloo), never through a GPU: no launching thread waits for its device. One process without a
+launcher is a rank too, of one, for which all of this is nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import typer
+from torch import Tensor
+
+from stallfree.cli.errors import UsageError
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
+LAUNCHER = "STALLFREE_LAUNCHER"  # its process, where `--nproc` started this one
+FAILURES = "stallfree/failures"  # counts them, in the store that the launcher holds
+LONGEST = timedelta(minutes=30)  # that a rank may wait for the others; a launcher ends those that wait for a dead one long before
+PATIENCE = 2.0  # seconds that an error waits for one nearer to the cause
+EXIT_FAILED = 1
+PR_SET_PDEATHSIG = 1
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """All calls but the properties are for all ranks, in the same order."""
+
+    rank: int = 0
+    world: int = 1
+    sharded: bool = False  # whether a launcher started this: then the model is sharded, be it over one
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks, and writes what is not sharded."""
+        return self.rank == 0
+
+    def same(self, value: Value) -> Value:
+        """Rank 0's."""
+        if not self.sharded:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+        return box[0]
+
+    def largest(self, number: int) -> int:
+        return int(self._reduced([float(number)], dist.ReduceOp.MAX)[0]) if self.sharded else number
+
+    def total(self, *numbers: float) -> list[float]:
+        return self._reduced(list(numbers), dist.ReduceOp.SUM) if self.sharded else list(numbers)
+
+    def wait(self) -> None:
+        """Until all are here."""
+        self.largest(0)
+
+    def add_up(self, tensor: Tensor) -> None:
+        """In place, on its device, which nobody waits for."""
+        if self.sharded:
+            dist.all_reduce(tensor)
+
+    def _reduced(self, numbers: list[float], how: Any) -> list[float]:
+        tensor = torch.tensor(numbers, dtype=torch.float64, device="cpu")
+        dist.all_reduce(tensor, op=how)
+        return tensor.tolist()
+
+
+@contextmanager
+def joined(*, silence: bool = True) -> Iterator[Ranks]:
+    """The ranks, if a launcher started this process; until the context is left.
+
+    Only rank 0 speaks: with `silence`, what libraries of other ranks print, also outside of Python, goes nowhere. Of all errors the
+    first is shown, whichever rank it is on; other ranks leave without a word.
+
+    Raises:
+        UsageError: if a launcher's variables are incomplete, or ask for more than this command can do.
+    """
+    if not _launched():
+        yield Ranks()
+        return
+    _end_with_launcher()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=LONGEST)))
+    spoken = os.dup(2)
+    try:
+        if rank and silence:
+            _silence()
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        group = dist.PrefixStore("group", store)
+        dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=LONGEST)
+        yield Ranks(rank, world, sharded=True)
+    except Exception as error:
+        if isinstance(error, typer.Exit):  # an exit code
+            dist.destroy_process_group()
+            raise
+        shown = _shown(error, rank)
+        if not _is_first(store, 0.0 if rank == 0 and shown is error else PATIENCE if shown is error else 2 * PATIENCE):
+            raise typer.Exit(EXIT_FAILED) from None
+        sys.stderr.flush()
+        os.dup2(spoken, 2)
+        raise shown from (None if shown is error else error)
+    finally:
+        os.close(spoken)
+    dist.destroy_process_group()
+
+
+def _launched() -> bool:
+    missing = [name for name in VARIABLES if name not in os.environ]
+    if missing and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError(f"WORLD_SIZE is set, and {', '.join(missing)} not: start several ranks with --nproc N, or by torchrun")
+    if not missing and os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        raise UsageError(
+            "stallfree finetune runs on one machine, and this launcher has started ranks on several: start it on one, "
+            "or use ZenFlowAdamW with fully_shard (examples/fsdp.py)"
+        )
+    return not missing
+
+
+def _end_with_launcher() -> None:
+    """However `--nproc`'s process ends, this one is asked to save and end too."""
+    if launcher := os.environ.get(LAUNCHER):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(launcher):
+            raise UsageError("the process that started this rank has ended")
+
+
+def _silence() -> None:
+    warnings.simplefilter("ignore")
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(nowhere, stream)
+    os.close(nowhere)
+
+
+def _shown(error: Exception, rank: int) -> Exception:
+    """The error as it is to be shown, which tells whether it is about another rank."""
+    text = str(error)
+    if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)):
+        return UsageError(
+            f"rank {rank} lost the other ranks ({text.splitlines()[0][:200]}); complete checkpoints stay: go on with --resume"
+        )
+    if isinstance(error, UsageError):
+        if rank:
+            error.args = (f"rank {rank}: {text}",)
+    else:
+        error.add_note(f"on rank {rank}")
+    return error
+
+
+def _is_first(store: dist.Store, patience: float) -> bool:
+    """Whether no other rank has failed before, nor does in the next moment."""
+    time.sleep(patience)
+    try:
+        return store.add(FAILURES, 1) == 1
+    except Exception:  # the launcher is gone
+        return True
