@@ -25,7 +25,7 @@ GRACE = 20.0  # seconds from the first rank that failed until the others are kil
 POLL = 0.1  # seconds
 
 
-def launch(count: int, arguments: Sequence[str]) -> int:
+def launch(count: int, arguments: Sequence[str], program: str = PROGRAM) -> int:
     """Run `stallfree ARGUMENTS` on `count` ranks; returns the exit code of the first that failed, or 0.
 
     SIGINT and SIGTERM are passed on to all ranks, once each. When a rank fails, the others have GRACE to follow.
@@ -34,7 +34,7 @@ def launch(count: int, arguments: Sequence[str]) -> int:
     ranks: list[subprocess.Popen] = []
     with _passing_on(ranks) as received:
         for rank in range(count):
-            command = [sys.executable, "-c", PROGRAM, *arguments]
+            command = [sys.executable, "-c", program, *arguments]
             # Sessions of their own: a Ctrl-C reaches this process, and the ranks through it.
             ranks.append(subprocess.Popen(command, env=_environment(rank, count, store.port), start_new_session=True))
         return _watch(ranks, store, received)

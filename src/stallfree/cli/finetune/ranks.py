@@ -30,6 +30,7 @@ LAUNCHER = "STALLFREE_LAUNCHER"  # its process, where `--nproc` started this one
 FAILURES = "stallfree/failures"  # counts them, in the store that the launcher holds
 LONGEST = timedelta(minutes=30)  # that a rank may wait for the others; a launcher ends those that wait for a dead one long before
 PATIENCE = 2.0  # seconds that an error waits for one nearer to the cause
+LEAVING = 15  # seconds after an error until the process is ended, whatever its libraries still wait for
 EXIT_FAILED = 1
 PR_SET_PDEATHSIG = 1
 
@@ -108,6 +109,7 @@ def joined(*, silence: bool = True) -> Iterator[Ranks]:
         if isinstance(error, typer.Exit):  # an exit code
             dist.destroy_process_group()
             raise
+        signal.alarm(LEAVING)
         shown = _shown(error, rank)
         if not _is_first(store, 0.0 if rank == 0 and shown is error else PATIENCE if shown is error else 2 * PATIENCE):
             raise typer.Exit(EXIT_FAILED) from None
@@ -151,14 +153,10 @@ def _shown(error: Exception, rank: int) -> Exception:
     """The error as it is to be shown, which tells whether it is about another rank."""
     text = str(error)
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)):
-        return UsageError(
-            f"rank {rank} lost the other ranks ({text.splitlines()[0][:200]}); complete checkpoints stay: go on with --resume"
-        )
-    if isinstance(error, UsageError):
-        if rank:
-            error.args = (f"rank {rank}: {text}",)
-    else:
-        error.add_note(f"on rank {rank}")
+        reason = text.split(". ")[0][:160]
+        return UsageError(f"rank {rank} lost the other ranks ({reason}); complete checkpoints stay: go on with --resume")
+    if isinstance(error, UsageError) and rank:
+        error.args = (f"rank {rank}: {text}",)
     return error
 
 
