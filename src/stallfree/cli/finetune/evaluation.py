@@ -63,7 +63,7 @@ def token_losses(model: Any, batch: Batch) -> Tensor:
 class Evaluator:
     """Evaluates one model on the held-out part of its data.
 
-    Ranks share the batches of the loss. Answers they write together, all the same ones: a forward pass needs every rank's shards.
+    Ranks share the batches of the loss. Answers they write together, all the same ones: a forward pass needs every shard.
     """
 
     def __init__(
@@ -126,8 +126,8 @@ class Evaluator:
             return answers, scores
         begun = time.monotonic()
         for start in range(0, size, SCORE_BATCH):
-            late = scored_before is None and time.monotonic() - begun > SCORE_SECONDS
-            if scores and self._ranks.same(late):
+            late = self._ranks.same(scored_before is None and time.monotonic() - begun > SCORE_SECONDS)
+            if scores and late:
                 break
             prompts = [example.prompt for example in self._data.held_out[start : min(start + SCORE_BATCH, size)]]
             answers += self._answers(prompts, self._answer_tokens(size))

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import Store
 
 from stallfree.cli.finetune.interrupt import SIGNALS
 from stallfree.cli.finetune.ranks import FAILURES, LAUNCHER
@@ -30,7 +31,7 @@ def launch(count: int, arguments: Sequence[str], program: str = PROGRAM) -> int:
 
     SIGINT and SIGTERM are passed on to all ranks, once each. When a rank fails, the others have GRACE to follow.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     ranks: list[subprocess.Popen] = []
     with _passing_on(ranks) as received:
         for rank in range(count):
@@ -48,7 +49,7 @@ def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads)} | os.environ | own
 
 
-def _watch(ranks: list[subprocess.Popen], store: dist.Store, received: list[int]) -> int:
+def _watch(ranks: list[subprocess.Popen], store: Store, received: list[int]) -> int:
     code, deadline = 0, float("inf")
     running = dict(enumerate(ranks))
     while running:

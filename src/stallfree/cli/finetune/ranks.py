@@ -22,14 +22,18 @@ import torch
 import torch.distributed as dist
 import typer
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from stallfree.cli.errors import UsageError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
 LAUNCHER = "STALLFREE_LAUNCHER"  # its process, where `--nproc` started this one
 FAILURES = "stallfree/failures"  # counts them, in the store that the launcher holds
-LONGEST = timedelta(minutes=30)  # that a rank may wait for the others; a launcher ends those that wait for a dead one long before
-PATIENCE = 2.0  # seconds that an error waits for one nearer to the cause
+LONGEST = timedelta(
+    minutes=30
+)  # that a rank may wait for the others; a launcher ends those that wait for a dead one long before
+PATIENCE = 1.0  # seconds that an error waits for one nearer to the cause
 LEAVING = 15  # seconds after an error until the process is ended, whatever its libraries still wait for
 EXIT_FAILED = 1
 PR_SET_PDEATHSIG = 1
@@ -83,8 +87,8 @@ class Ranks:
 def joined(*, silence: bool = True) -> Iterator[Ranks]:
     """The ranks, if a launcher started this process; until the context is left.
 
-    Only rank 0 speaks: with `silence`, what libraries of other ranks print, also outside of Python, goes nowhere. Of all errors the
-    first is shown, whichever rank it is on; other ranks leave without a word.
+    Only rank 0 speaks: with `silence`, what libraries of other ranks print, also outside of Python, goes nowhere. Of all errors
+    the first is shown, whichever rank it is on; other ranks leave without a word.
 
     Raises:
         UsageError: if a launcher's variables are incomplete, or ask for more than this command can do.
@@ -94,7 +98,7 @@ def joined(*, silence: bool = True) -> Iterator[Ranks]:
         return
     _end_with_launcher()
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store, _, _ = next(iter(dist.rendezvous("env://", rank, world, timeout=LONGEST)))
+    store, _, _ = next(iter(rendezvous("env://", rank, world, timeout=LONGEST)))
     spoken = os.dup(2)
     try:
         if rank and silence:
@@ -102,7 +106,7 @@ def joined(*, silence: bool = True) -> Iterator[Ranks]:
         if torch.cuda.is_available():
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-        group = dist.PrefixStore("group", store)
+        group = PrefixStore("group", store)
         dist.init_process_group(backend, store=group, rank=rank, world_size=world, timeout=LONGEST)
         yield Ranks(rank, world, sharded=True)
     except Exception as error:
@@ -160,10 +164,10 @@ def _shown(error: Exception, rank: int) -> Exception:
     return error
 
 
-def _is_first(store: dist.Store, patience: float) -> bool:
+def _is_first(store: Store, patience: float) -> bool:
     """Whether no other rank has failed before, nor does in the next moment."""
     time.sleep(patience)
     try:
-        return store.add(FAILURES, 1) == 1
+        return bool(store.add(FAILURES, 1) == 1)
     except Exception:  # the launcher is gone
         return True

@@ -141,10 +141,9 @@ def _memory(training: Training) -> str:
     count = sum(part_in(param).numel() for param in params)
     host, device = measured["host_bytes"], measured["device_bytes"]
     own = params[0].element_size()
+    how = f"S={measured['interval']}, topk_ratio={config.topk_ratio}" + _ranks(training, "of rank 0 of ")
     return (
-        f"Memory of the optimizer (S={measured['interval']}, topk_ratio={config.topk_ratio}{_ranks(training, 'of rank 0 of ')}): "
-        f"{host / count:.1f} bytes per "
-        f"parameter on the host ({host / 1e9:.2f} GB), {device / count:.1f} on the device ({device / 1e9:.2f} GB); weights and "
+        f"Memory of the optimizer ({how}): {host / count:.1f} bytes per parameter on the host ({host / 1e9:.2f} GB), {device / count:.1f} on the device ({device / 1e9:.2f} GB); weights and "
         f"gradients take {own} each besides."
     )
 

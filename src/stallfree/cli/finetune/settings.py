@@ -193,7 +193,9 @@ def _resumed(given: dict[str, Any]) -> FinetuneSettings:
     if saved.nproc is None and asked.nproc is not None:
         raise UsageError(f"the run in {directory} began as one process, and can go on as that only: leave --nproc out")
     for name in FinetuneSettings.model_fields:
-        if name != "nproc" and getattr(saved, name) != getattr(asked, name):  # any number of ranks can go on, with the same batch
+        if name != "nproc" and getattr(saved, name) != getattr(
+            asked, name
+        ):  # any number of ranks can go on, with the same batch
             raise UsageError(
                 f"{flag(name)} was {getattr(saved, name)} in the run in {directory}, not {getattr(asked, name)}: "
                 f"leave it out, or start anew with --overwrite instead of --resume"

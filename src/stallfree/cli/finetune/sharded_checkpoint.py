@@ -14,9 +14,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_shards
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from stallfree.checkpoints import CheckpointError, layout
 from stallfree.checkpoints.write import locked, sync
@@ -41,7 +43,7 @@ def save(directory: Path, training: Training, extra: dict[str, Any]) -> None:
     with ExitStack() as held:  # the lock
         aside = _on_first(ranks, lambda: _begin(directory, held))
         try:
-            _quietly(dcp.save, _state(training), checkpoint_id=aside)
+            _quietly(save_shards, _state(training), checkpoint_id=aside)
             _on_first(ranks, lambda: _complete(aside, extra | {"ranks": ranks.world}))
         except CheckpointException as error:
             raise CheckpointError(f"no checkpoint could be written into {directory} ({_cause(error)})") from error
@@ -72,9 +74,9 @@ def load(directory: Path, training: Training, accept: Callable[[dict[str, Any]],
     accept(run)
     state = _state(training)
     more = training.ranks.world > run["ranks"]  # who was not there then asks for what is not there now
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=more)
+    planner = DefaultLoadPlanner(allow_partial_load=more)
     try:
-        _quietly(dcp.load, state, checkpoint_id=path, planner=planner)
+        _quietly(load_shards, state, checkpoint_id=path, planner=planner)
     except CheckpointException as error:
         raise CheckpointError(f"{path} cannot be loaded ({_cause(error)}); {_way_out(others)}") from error
     set_state_dict(training.model, training.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])

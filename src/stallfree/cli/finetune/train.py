@@ -67,7 +67,7 @@ class Training:
         torch.manual_seed((seed * 1_000_003 + self.step) * ranks.world + ranks.rank if ranks.sharded else seed)
 
     def advance(self) -> PendingRecord:
-        """One optimizer step. The loss weighs every learned token of the step alike, however it is split into passes and ranks."""
+        """One optimizer step. The loss weighs every learned token of the step alike, in whatever pass and on whatever rank."""
         begun = time.perf_counter()
         examples = self._examples()
         learned = sum(int(example.learned.sum()) for example in examples)
