@@ -164,6 +164,18 @@ def test_a_killed_rank_ends_the_others_and_the_resumed_run_is_bit_identical(sums
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
+@pytest.mark.slow
+def test_ranks_whose_launcher_is_killed_save_and_end(sums, tmp_path):
+    program = AT_STEPS.format(events={4: "os.kill(os.getppid(), signal.SIGKILL)"}) + PROGRAM
+    arguments = [*command(tmp_path / "out", sums, steps=100_000), "--nproc", "2"]
+    code = f"from stallfree.cli.finetune.launch import launch; launch(2, {arguments}, {program!r})"
+    output = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    ).stdout  # of the ranks too
+    assert "of 100000; to continue:" in output
+    assert len(list((tmp_path / "out" / "checkpoints").glob("checkpoint-*"))) == 1
+
+
 def test_an_error_on_one_rank_is_the_only_one_shown(sums, tmp_path, capfd):
     began = time.monotonic()
     assert on_two_ranks(command(tmp_path / "out", sums, steps=20), {2: "1 / 0"}) == 1

@@ -21,7 +21,12 @@ from torch.distributed.distributed_c10d import Store
 from stallfree.cli.finetune.interrupt import SIGNALS
 from stallfree.cli.finetune.ranks import FAILURES, LAUNCHER
 
-PROGRAM = "import sys; from stallfree.cli import main; sys.exit(main())"
+PROGRAM = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # until there is something to save, no traceback
+from stallfree.cli import main
+sys.exit(main())
+"""
 GRACE = 20.0  # seconds from the first rank that failed until the others are killed
 POLL = 0.1  # seconds
 
@@ -32,19 +37,25 @@ def launch(count: int, arguments: Sequence[str], program: str = PROGRAM) -> int:
     SIGINT and SIGTERM are passed on to all ranks, once each. When a rank fails, the others have GRACE to follow.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    theirs, ours = os.pipe()
     ranks: list[subprocess.Popen] = []
-    with _passing_on(ranks) as received:
-        for rank in range(count):
-            command = [sys.executable, "-c", program, *arguments]
-            # Sessions of their own: a Ctrl-C reaches this process, and the ranks through it.
-            ranks.append(subprocess.Popen(command, env=_environment(rank, count, store.port), start_new_session=True))
-        return _watch(ranks, store, received)
+    try:
+        with _passing_on(ranks) as received:
+            for rank in range(count):
+                command = [sys.executable, "-c", program, *arguments]
+                environment = _environment(rank, count, store.port) | {LAUNCHER: str(theirs)}
+                # Sessions of their own: a Ctrl-C reaches this process, and the ranks through it.
+                ranks.append(subprocess.Popen(command, env=environment, pass_fds=[theirs], start_new_session=True))
+            return _watch(ranks, store, received)
+    finally:
+        os.close(theirs)
+        os.close(ours)
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_PORT": port}
     own = {name: str(number) for name, number in numbers.items()}
-    own |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", LAUNCHER: str(os.getpid())}
+    own |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     threads = max(1, len(os.sched_getaffinity(0)) // count)
     return {"OMP_NUM_THREADS": str(threads)} | os.environ | own
 

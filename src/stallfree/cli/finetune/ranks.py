@@ -6,10 +6,10 @@ launcher is a rank too, of one, for which all of this is nothing.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from stallfree.cli.errors import UsageError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
-LAUNCHER = "STALLFREE_LAUNCHER"  # its process, where `--nproc` started this one
+LAUNCHER = "STALLFREE_LAUNCHER"  # where `--nproc` started this one: a pipe that its process holds open
 FAILURES = "stallfree/failures"  # counts them, in the store that the launcher holds
 LONGEST = timedelta(
     minutes=30
@@ -36,7 +36,6 @@ LONGEST = timedelta(
 PATIENCE = 1.0  # seconds that an error waits for one nearer to the cause
 LEAVING = 15  # seconds after an error until the process is ended, whatever its libraries still wait for
 EXIT_FAILED = 1
-PR_SET_PDEATHSIG = 1
 
 Value = TypeVar("Value")
 
@@ -139,10 +138,13 @@ def _launched() -> bool:
 
 def _end_with_launcher() -> None:
     """However `--nproc`'s process ends, this one is asked to save and end too."""
-    if launcher := os.environ.get(LAUNCHER):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != int(launcher):
-            raise UsageError("the process that started this rank has ended")
+
+    def watch(pipe: int) -> None:
+        os.read(pipe, 1)  # nothing is ever written: this returns when nobody is left who could
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if pipe := os.environ.get(LAUNCHER):
+        threading.Thread(target=watch, args=(int(pipe),), daemon=True, name="stallfree-launcher").start()
 
 
 def _silence() -> None:

@@ -143,8 +143,8 @@ def _memory(training: Training) -> str:
     own = params[0].element_size()
     how = f"S={measured['interval']}, topk_ratio={config.topk_ratio}" + _ranks(training, "of rank 0 of ")
     return (
-        f"Memory of the optimizer ({how}): {host / count:.1f} bytes per parameter on the host ({host / 1e9:.2f} GB), {device / count:.1f} on the device ({device / 1e9:.2f} GB); weights and "
-        f"gradients take {own} each besides."
+        f"Memory of the optimizer ({how}): {host / count:.1f} bytes per parameter on the host ({host / 1e9:.2f} GB), "
+        f"{device / count:.1f} on the device ({device / 1e9:.2f} GB); weights and gradients take {own} each besides."
     )
 
 
