@@ -50,6 +50,10 @@ def finetune(settings: FinetuneSettings, ranks: Ranks, *, resume: bool = False, 
     console.print(f"loading {what}, in {settings.dtype}{why}")
     model, tokenizer = _load(settings, ranks)
     data = encode_source(settings, source, tokenizer)
+    if ranks.sharded and ranks.same(data.fingerprint) != data.fingerprint:
+        raise UsageError(
+            f"{settings.data} gives other sequences here than on rank 0: write them to a file, and give it as --data"
+        )
     steps = _steps(settings, len(data.train))
     warmup_steps(settings, steps)
     training = Training(model, data, settings, settings.optimizer_config(), steps, tokenizer.pad_token_id, ranks)
