@@ -48,6 +48,9 @@ class Ranks:
     world: int = 1
     sharded: bool = False  # whether a launcher started this: then the model is sharded, be it over one
 
+    def __str__(self) -> str:
+        return f"{self.world} rank{'s' if self.world > 1 else ''}"
+
     @property
     def first(self) -> bool:
         """Whether this rank speaks, and writes what is not sharded."""
@@ -114,7 +117,10 @@ def joined(*, silence: bool = True) -> Iterator[Ranks]:
             raise
         signal.alarm(LEAVING)
         shown = _shown(error, rank)
-        if not _is_first(store, 0.0 if rank == 0 and shown is error else PATIENCE if shown is error else 2 * PATIENCE):
+        turn = (
+            (rank > 0) if shown is error else 2
+        )  # rank 0 tells what all ranks say; who misses another rank waits for its reason
+        if not _is_first(store, turn * PATIENCE):
             raise typer.Exit(EXIT_FAILED) from None
         sys.stderr.flush()
         os.dup2(spoken, 2)
@@ -159,8 +165,10 @@ def _shown(error: Exception, rank: int) -> Exception:
     """The error as it is to be shown, which tells whether it is about another rank."""
     text = str(error)
     if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and ("gloo" in text or "NCCL" in text)):
-        reason = text.split(". ")[0][:160]
-        return UsageError(f"rank {rank} lost the other ranks ({reason}); complete checkpoints stay: go on with --resume")
+        reason = " ".join(text.split())[:300]
+        return UsageError(
+            f"rank {rank} cannot reach the other ranks ({reason}); complete checkpoints stay: go on with --resume"
+        )
     if isinstance(error, UsageError) and rank:
         error.args = (f"rank {rank}: {text}",)
     return error

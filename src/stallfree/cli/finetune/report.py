@@ -149,7 +149,7 @@ def _memory(training: Training) -> str:
 
 
 def _ranks(training: Training, words: str = "") -> str:
-    return f", {words}{training.ranks.world} ranks" if training.ranks.sharded else ""
+    return f", {words}{training.ranks}" if training.ranks.sharded else ""
 
 
 def _settings(settings: FinetuneSettings, training: Training, data: Data) -> dict[str, Any]:

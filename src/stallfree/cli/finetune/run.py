@@ -101,7 +101,7 @@ class Run:
     def go(self) -> int:
         training, display = self.training, self.display
         parameters = sum(parameter.numel() for parameter in training.model.parameters())
-        where = f"{training.model.device.type}, {self.ranks.world} ranks" if self.ranks.sharded else training.model.device
+        where = f"{training.model.device.type}, {self.ranks}" if self.ranks.sharded else training.model.device
         display.note(
             f"{parameters / 1e6:,.1f}M parameters on {where}, {training.steps} steps of {self.settings.batch} sequences, "
             f"{len(self.data.train)} sequences to train on, {len(self.data.held_out)} held out"
@@ -234,11 +234,11 @@ def _with_ranks(settings: FinetuneSettings, ranks: Ranks, *, resume: bool) -> Fi
             raise UsageError(f"the run in {settings.output} began as one process, and can go on as that only: without torchrun")
         return settings.model_copy(update={"nproc": ranks.world})
     if not resume and ranks.sharded and settings.nproc != ranks.world:
-        raise UsageError(f"--nproc {settings.nproc} under a launcher that has started {ranks.world} ranks: leave --nproc out")
+        raise UsageError(f"--nproc {settings.nproc} under a launcher that has started {ranks}: leave --nproc out")
     if settings.batch % ranks.world:
         fits = [str(count) for count in range(1, settings.batch + 1) if settings.batch % count == 0]
         raise UsageError(
-            f"{ranks.world} ranks cannot share the {settings.batch} sequences of this run's steps: go on with --nproc "
+            f"{ranks} cannot share the {settings.batch} sequences of this run's steps: go on with --nproc "
             f"{' or '.join(fits[-6:])}"
         )
     return settings
@@ -273,7 +273,7 @@ def _choose_device(settings: FinetuneSettings, ranks: Ranks) -> tuple[FinetuneSe
         raise UsageError("--device cuda: torch sees no GPU; leave --device out to train on the CPU")
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and ranks.world > (seen := torch.cuda.device_count()):
-        raise UsageError(f"{ranks.world} ranks need a GPU each, and torch sees {seen}: use --nproc {seen}, or --device cpu")
+        raise UsageError(f"{ranks} need a GPU each, and torch sees {seen}: use --nproc {seen}, or --device cpu")
     if settings.dtype != "auto":
         return settings.model_copy(update={"device": device}), ""
     dtype, why = choose_dtype(device)

@@ -49,7 +49,7 @@ class Training:
         config: ZenFlowConfig,
         steps: int,
         pad_id: int,
-        ranks: Ranks = Ranks(),  # noqa: B008 (frozen)
+        ranks: Ranks,
     ) -> None:
         self.model, self.steps, self.ranks = model.train(), steps, ranks
         self.optimizer = build_optimizer(model, settings, config)
