@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from stallfree.engine import state
 from stallfree.engine.blocks import STATE, describe
 from stallfree.engine.checkpoint import NONE
+from stallfree.engine.sharding import is_sharded
 from stallfree.optimizer import ZenFlowAdamW
 
 # Of torch.optim.AdamW's groups, what ours do not have; with these values they mean nothing.
@@ -153,6 +154,8 @@ def _step(steps: Tensor, name: str, param: nn.Parameter) -> int:
 def export_model(model: Any, optimizer: ZenFlowAdamW, directory: str | Path, *, tokenizer: Any = None) -> None:
     """Write the exact weights, those a flush would give, in Transformers format; training goes on as if nobody had asked.
 
+    Of a sharded model: on all ranks. Rank 0 gathers tensor by tensor into its host memory, and writes.
+
     >>> export_model(model, optimizer, "my-model", tokenizer=tokenizer)  # doctest: +SKIP
     >>> AutoModelForCausalLM.from_pretrained("my-model")  # doctest: +SKIP
     """
@@ -162,9 +165,12 @@ def export_model(model: Any, optimizer: ZenFlowAdamW, directory: str | Path, *, 
 
 def write_model(model: Any, tokenizer: Any | None, directory: Path) -> None:
     """Write the model as it is in Transformers format, replacing an earlier one only once the new one is complete."""
+    weights = _gathered(model) if any(is_sharded(param) for param in model.parameters()) else None
+    if weights is not None and torch.distributed.get_rank():
+        return
     partial = directory / ".saving"
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)
+    model.save_pretrained(partial, state_dict=weights)
     if tokenizer is not None:
         tokenizer.save_pretrained(partial)
     for old in directory.glob("model*.safetensors*"):  # shards of a larger model would be read in place of a single file
@@ -172,3 +178,17 @@ def write_model(model: Any, tokenizer: Any | None, directory: Path) -> None:
     for file in partial.iterdir():
         file.replace(directory / file.name)
     partial.rmdir()
+
+
+def _gathered(model: nn.Module) -> dict[str, Tensor]:
+    """On rank 0 the whole state_dict, in host memory; on others, which take part, nothing."""
+    first = torch.distributed.get_rank() == 0
+    found: dict[int, Tensor] = {}  # tied weights stay one tensor
+    whole: dict[str, Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in found:
+            full = tensor.detach().full_tensor() if is_sharded(tensor) else tensor.detach()
+            found[id(tensor)] = full.cpu() if first else full.new_empty(0)
+        if first:
+            whole[name] = found[id(tensor)]
+    return whole

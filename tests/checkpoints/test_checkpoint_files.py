@@ -179,7 +179,7 @@ def test_two_processes_do_not_save_into_one_directory(player, tmp_path):
     assert names(tmp_path) == [".lock", "checkpoint-00000001", "checkpoint-00000002"]
 
 
-@pytest.mark.parametrize("fails", ["write_tensors", "write_file", "_sync"])
+@pytest.mark.parametrize("fails", ["write_tensors", "write_file", "sync"])
 def test_a_failing_disk_leaves_the_older_ones(player, tmp_path, monkeypatch, fails):
     saved(player, tmp_path)
 

@@ -448,11 +448,11 @@ def test_debug_shows_the_traceback(sums):
         main(["finetune", "--debug", "--model", "gpt7", "--data", str(sums)])
 
 
-def test_several_processes_are_refused(finetune, sums, monkeypatch):
+def test_half_a_launcher_is_refused(finetune, sums, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     code, _, err = finetune(data=sums)
     assert code == 2
-    assert "trains on one device: start it without torchrun" in err
+    assert "not: start several ranks with --nproc N, or by torchrun" in err
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

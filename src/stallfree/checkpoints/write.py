@@ -57,7 +57,7 @@ def save_checkpoint(
             raise TypeError(f"{name} is of {tensor.dtype}, which a checkpoint cannot hold")
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with _lock(directory):
+        with locked(directory):
             path = _write(directory, contents, collector.tensors, optimizer.engine.clock.call)
             _remove_old(directory, keep)
     except OSError as error:
@@ -68,7 +68,7 @@ def save_checkpoint(
 
 
 @contextmanager
-def _lock(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     """One process at a time. The system lets go of the lock of a process that dies."""
     file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
@@ -94,12 +94,12 @@ def _write(directory: Path, contents: Any, tensors: Mapping[str, Tensor], call: 
         files = {CONTENTS: write_file(aside / CONTENTS, iter([json.dumps(contents).encode()]))} | _write_tensors(aside, tensors)
         manifest = Manifest(call, files).to_json(f"torch {torch.__version__}")
         write_file(aside / MANIFEST, iter([manifest.encode()]))
-        _sync(aside)
+        sync(aside)
         aside.rename(path)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    _sync(directory)
+    sync(directory)
     return path
 
 
@@ -143,8 +143,9 @@ def _remove_old(directory: Path, keep: int) -> None:
             shutil.rmtree(gone, ignore_errors=True)
 
 
-def _sync(directory: Path) -> None:
-    file = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: Path) -> None:
+    """Make sure that a file or the names in a directory are on the disk."""
+    file = os.open(path, os.O_RDONLY)
     try:
         os.fsync(file)
     finally:

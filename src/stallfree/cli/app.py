@@ -44,13 +44,25 @@ def stallfree(
     """Train models whose optimizer state does not fit on the GPU, without letting the GPU wait."""
 
 
+class StartRanks(Exception):
+    """The command is to run as several ranks, which are to be started."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+
 def finetune(given: dict[str, Any]) -> None:
     """Fine-tune a causal language model on a text file, a JSONL file or a built-in task."""
-    from stallfree.cli.finetune.run import finetune as run
+    from stallfree.cli.finetune.ranks import joined
 
-    resume, overwrite = given.pop("resume", False), given.pop("overwrite", False)
-    settings = load_settings(given, resume=resume)
-    raise typer.Exit(run(settings, resume=resume, overwrite=overwrite))
+    resume, overwrite, debug = (given.pop(name, False) for name in ("resume", "overwrite", "debug"))
+    with joined(silence=not debug) as ranks:
+        settings = load_settings(given, resume=resume)
+        if settings.nproc and not ranks.sharded:
+            raise StartRanks(int(given.get("nproc", settings.nproc)))
+        from stallfree.cli.finetune.run import finetune as run
+
+        raise typer.Exit(run(settings, ranks, resume=resume, overwrite=overwrite))
 
 
 def bench_step(given: dict[str, Any]) -> None:
@@ -61,6 +73,7 @@ def bench_step(given: dict[str, Any]) -> None:
     """
     from stallfree.cli.bench.run import bench_step as run
 
+    given.pop("debug", None)  # read by main(), which also sees errors in the flags
     raise typer.Exit(run(load_bench_settings(given)))
 
 
@@ -85,6 +98,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         code = app(arguments or ["--help"], standalone_mode=False) or 0
         return code if arguments else EXIT_USAGE
+    except StartRanks as wanted:
+        from stallfree.cli.finetune.launch import launch
+
+        return launch(wanted.count, arguments)
     except (UsageError, OSError) as error:
         if "--debug" in arguments:
             raise

@@ -41,7 +41,6 @@ def typer_command(
     """
 
     def command(**flags: Any) -> None:
-        flags.pop("debug")  # read by main(), which also sees errors in the flags
         if words is not None and (more := flags.pop(WORDS)):
             flags[words] = [*(flags[words] or []), *more]
         function({name: value for name, value in flags.items() if value is not None})

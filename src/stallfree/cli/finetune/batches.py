@@ -20,11 +20,10 @@ class Batch:
     labels: Tensor  # int64 [batch, columns]: what the logits at `columns` should say, or IGNORE
     columns: Tensor  # int64 [columns]: positions at which any sequence has a learned next token
     learned: int  # labels that are not IGNORE
-    tokens: int  # tokens that are not padding
 
     def to(self, device: torch.device) -> Batch:
         ids, labels, columns = (part.to(device, non_blocking=True) for part in (self.input_ids, self.labels, self.columns))
-        return Batch(ids, labels, columns, self.learned, self.tokens)
+        return Batch(ids, labels, columns, self.learned)
 
 
 def collate(examples: list[Example], pad_id: int) -> Batch:
@@ -34,7 +33,7 @@ def collate(examples: list[Example], pad_id: int) -> Batch:
     learned = pad([example.learned for example in examples], batch_first=True)
     labels = torch.where(learned, ids, IGNORE)[:, 1:]
     columns = learned[:, 1:].any(0).nonzero().squeeze(1)
-    return Batch(ids, labels[:, columns], columns, int(learned.sum()), sum(len(example.ids) for example in examples))
+    return Batch(ids, labels[:, columns], columns, int(learned.sum()))
 
 
 class Order:

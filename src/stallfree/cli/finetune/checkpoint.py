@@ -1,4 +1,7 @@
-"""What an unfinished run leaves behind to resume from: checkpoints, of which the last two are kept."""
+"""What an unfinished run leaves behind to resume from: checkpoints, of which the last two are kept.
+
+One process writes them by `save_checkpoint`, ranks by torch.distributed.checkpoint (`sharded_checkpoint.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 
 from stallfree.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
 from stallfree.cli.errors import UsageError
+from stallfree.cli.finetune import sharded_checkpoint
 from stallfree.cli.finetune.train import Training
 
 CHECKPOINTS = "checkpoints"  # in the output directory
@@ -20,9 +24,13 @@ def save(directory: Path, training: Training, about: dict[str, Any]) -> None:
     Raises:
         UsageError: if it cannot be written.
     """
-    extra = {"training": training.state_dict(), "about": about}
+    path = directory / CHECKPOINTS
     try:
-        save_checkpoint(directory / CHECKPOINTS, training.optimizer, model=training.model, extra=extra)
+        if training.ranks.sharded:
+            sharded_checkpoint.save(path, training, {"training": training.progress(), "about": about})
+        else:
+            extra = {"training": training.state_dict(), "about": about}
+            save_checkpoint(path, training.optimizer, model=training.model, extra=extra)
     except CheckpointError as error:
         raise UsageError(f"{error}: make room, or give another --output") from error
 
@@ -38,19 +46,30 @@ def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any
         raise UsageError(
             f"the run in {directory} has no checkpoint to resume from: it is complete, or start anew with --overwrite"
         )
+
+    def check(extra: dict[str, Any]) -> None:
+        if extra["about"]["fingerprint"] != fingerprint:
+            raise UsageError(
+                f"the data or the tokenizer changed since the run in {directory}: restore it, or start anew with --overwrite"
+            )
+
     try:
-        extra = load_checkpoint(path, training.optimizer, model=training.model)
+        if training.ranks.sharded:
+            extra = sharded_checkpoint.load(path, training, check)
+            training.load_progress(extra["training"])
+            training.reseed()
+        else:
+            extra = load_checkpoint(path, training.optimizer, model=training.model)
+            check(extra)
+            training.load_state_dict(extra["training"])
     except CheckpointError as error:
         raise UsageError(f"{error}. Remove the refused one to resume from another, or start anew with --overwrite") from error
+    except UsageError:
+        raise
     except ValueError as error:
         raise UsageError(
             f"the checkpoints in {path} are of another run or release ({error}): start anew with --overwrite"
         ) from error
-    if extra["about"]["fingerprint"] != fingerprint:
-        raise UsageError(
-            f"the data or the tokenizer changed since the run in {directory}: restore it, or start anew with --overwrite"
-        )
-    training.load_state_dict(extra["training"])
     about: dict[str, Any] = extra["about"]
     return about
 

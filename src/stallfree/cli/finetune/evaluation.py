@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from stallfree.cli.finetune.batches import IGNORE, Batch, collate
 from stallfree.cli.finetune.data import Data
 from stallfree.cli.finetune.encode import Example
+from stallfree.cli.finetune.ranks import Ranks
 from stallfree.cli.finetune.settings import FinetuneSettings
+from stallfree.cli.finetune.sharding import drop_gathered
 
 SCORE_SECONDS = 60.0  # after which scoring before the training starts no further batch
 SCORE_BATCH = 16
@@ -59,11 +61,21 @@ def token_losses(model: Any, batch: Batch) -> Tensor:
 
 
 class Evaluator:
-    """Evaluates one model on the held-out part of its data."""
+    """Evaluates one model on the held-out part of its data.
+
+    Ranks share the batches of the loss. Answers they write together, all the same ones: a forward pass needs every shard.
+    """
 
     def __init__(
-        self, model: Any, tokenizer: Any, data: Data, settings: FinetuneSettings, check_stop: Callable[[], None]
+        self,
+        model: Any,
+        tokenizer: Any,
+        data: Data,
+        settings: FinetuneSettings,
+        check_stop: Callable[[], None],
+        ranks: Ranks,
     ) -> None:
+        self._ranks = ranks
         self._model, self._tokenizer, self._data, self._settings = model, tokenizer, data, settings
         self._check_stop = check_stop  # raises when a stop was requested; called between batches
         by_length = sorted(data.held_out, key=lambda example: len(example.ids))  # little padding
@@ -71,9 +83,12 @@ class Evaluator:
         self._batches = [collate(by_length[i : i + size], tokenizer.pad_token_id) for i in range(0, len(by_length), size)]
         self.prompts = self._sample_prompts()
 
-    @torch.no_grad()
     def evaluate(self, step: int, *, answers: bool, scored_before: int | None) -> Evaluation:
         """Loss; with `answers`, score and samples too. `scored_before`: how many problems the earlier scoring had time for."""
+        return self._ranks.same(self._evaluation(step, answers, scored_before))
+
+    @torch.no_grad()
+    def _evaluation(self, step: int, answers: bool, scored_before: int | None) -> Evaluation:
         self._model.eval()
         try:
             loss = self._loss()
@@ -86,15 +101,20 @@ class Evaluator:
             solved = sum(score >= 1 for score in scores)
             return Evaluation(step, loss, sum(scores) / len(scores), len(scores), solved, samples, sample_scores)
         finally:
+            drop_gathered(self._model)
             self._model.train()
 
     def _loss(self) -> float:
-        total, count = 0.0, 0
-        for batch in self._batches:
+        total, count, world = 0.0, 0, self._ranks.world
+        for first in range(0, len(self._batches), world):
             self._check_stop()
-            total += float(token_losses(self._model, batch.to(self._model.device)))
-            count += batch.learned
-        return total / count
+            mine = first + self._ranks.rank
+            batch = self._batches[min(mine, len(self._batches) - 1)]  # one too many, rather than none: all pass forward
+            loss = float(token_losses(self._model, batch.to(self._model.device)))
+            if mine < len(self._batches):
+                total, count = total + loss, count + batch.learned
+        total, counted = self._ranks.total(total, count)
+        return total / counted
 
     def _score(self, scored_before: int | None) -> tuple[list[str], list[float]]:
         """Answers to the first held-out problems and their scores; empty without a task."""
@@ -106,7 +126,8 @@ class Evaluator:
             return answers, scores
         begun = time.monotonic()
         for start in range(0, size, SCORE_BATCH):
-            if scores and scored_before is None and time.monotonic() - begun > SCORE_SECONDS:
+            late = self._ranks.same(scored_before is None and time.monotonic() - begun > SCORE_SECONDS)
+            if scores and late:
                 break
             prompts = [example.prompt for example in self._data.held_out[start : min(start + SCORE_BATCH, size)]]
             answers += self._answers(prompts, self._answer_tokens(size))
@@ -142,6 +163,7 @@ class Evaluator:
             attention_mask=mask.to(device),
             do_sample=False,
             num_beams=1,
+            synced_gpus=self._ranks.world > 1,  # whoever rounds otherwise and has its answer earlier waits for the others
             max_new_tokens=max_new_tokens,
             eos_token_id=self._model.generation_config.eos_token_id or self._tokenizer.eos_token_id,
             pad_token_id=self._tokenizer.pad_token_id,

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
+from stallfree.cli.finetune.ranks import Ranks
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -15,10 +17,13 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """While entered, the first signal asks for a stop; a second one of the same kind acts as if nobody listened."""
+    """While entered, the first signal asks for a stop; a second one of the same kind acts as if nobody listened.
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
-        self._announce = announce
+    Of several ranks one that has got a signal is enough. They stop at the same place, where they compare notes: `check()`.
+    """
+
+    def __init__(self, announce: Callable[[str], None], ranks: Ranks) -> None:
+        self._announce, self._ranks = announce, ranks
         self._previous: dict[signal.Signals, Any] = {}
         self.signal: signal.Signals | None = None
 
@@ -30,14 +35,19 @@ class StopRequest:
         self._restore()
 
     def check(self) -> None:
-        """Raise Interrupted if a stop was requested."""
-        if self.signal is not None:
+        """Raise Interrupted if a stop was requested, on all ranks."""
+        number = self._ranks.largest(self.signal or 0)
+        if number:
+            self.signal = signal.Signals(number)
+            if self._ranks.sharded:
+                self._announce(f"{self.signal.name}: saving; once more to stop at once, without")
             raise Interrupted
 
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.signal = signal.Signals(number)
         self._restore()
-        self._announce(f"{self.signal.name}: finishing this step, then saving; once more to stop at once, without saving")
+        if not self._ranks.sharded:  # the launcher of several sends signals also when one of them has failed
+            self._announce(f"{self.signal.name}: finishing this step, then saving; once more to stop at once, without saving")
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

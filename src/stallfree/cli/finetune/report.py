@@ -17,6 +17,7 @@ from stallfree.cli.finetune.optimizer import warmup_steps
 from stallfree.cli.finetune.settings import FinetuneSettings
 from stallfree.cli.finetune.train import Training
 from stallfree.config import FIELDS
+from stallfree.engine.sharding import part_in
 
 REPORT_FILE, CURVE_FILE = "report.md", "loss.svg"
 WIDTH, HEIGHT, MARGIN = 640, 320, 48
@@ -34,7 +35,7 @@ def write_report(
         "# Fine-tuning report",
         f"`{settings.model}` on `{settings.data}`: {len(steps)} steps, {sum(r['tokens'] for r in steps):,} tokens "
         f"in {_duration(sum(r['seconds'] for r in steps))} of training.",
-        f"On {hardware(training.model.device.type)}. {versions()}.",
+        f"On {hardware(training.model.device.type)}{_ranks(training)}. {versions()}.",
         _results(evaluations),
         f"![loss]({CURVE_FILE})",
         _optimizer(steps, settings.preset),
@@ -137,14 +138,18 @@ def _optimizer(steps: list[dict[str, Any]], preset: str) -> str:
 def _memory(training: Training) -> str:
     measured, config = training.optimizer.metrics(), training.optimizer.config
     params = [param for param in training.model.parameters() if param.requires_grad]
-    count = sum(param.numel() for param in params)
+    count = sum(part_in(param).numel() for param in params)
     host, device = measured["host_bytes"], measured["device_bytes"]
     own = params[0].element_size()
+    how = f"S={measured['interval']}, topk_ratio={config.topk_ratio}" + _ranks(training, "of rank 0 of ")
     return (
-        f"Memory of the optimizer (S={measured['interval']}, topk_ratio={config.topk_ratio}): {host / count:.1f} bytes per "
-        f"parameter on the host ({host / 1e9:.2f} GB), {device / count:.1f} on the device ({device / 1e9:.2f} GB); weights and "
-        f"gradients take {own} each besides."
+        f"Memory of the optimizer ({how}): {host / count:.1f} bytes per parameter on the host ({host / 1e9:.2f} GB), "
+        f"{device / count:.1f} on the device ({device / 1e9:.2f} GB); weights and gradients take {own} each besides."
     )
+
+
+def _ranks(training: Training, words: str = "") -> str:
+    return f", {words}{training.ranks}" if training.ranks.sharded else ""
 
 
 def _settings(settings: FinetuneSettings, training: Training, data: Data) -> dict[str, Any]:

@@ -22,42 +22,44 @@ from stallfree.cli.finetune.machine import choose_dtype
 from stallfree.cli.finetune.metrics import METRICS_FILE, MetricsLog
 from stallfree.cli.finetune.models import check_model, checkpoint_activations, load_model
 from stallfree.cli.finetune.optimizer import warmup_steps
+from stallfree.cli.finetune.ranks import Ranks
 from stallfree.cli.finetune.report import CURVE_FILE, REPORT_FILE, verdict, write_report
 from stallfree.cli.finetune.settings import MODEL_NAMES, SETTINGS_FILE, FinetuneSettings, save_settings
+from stallfree.cli.finetune.sharding import load_sharded
 from stallfree.cli.finetune.train import PendingRecord, Training
 from stallfree.convert import export_model, write_model
 
 NOT_FINITE_LIMIT = 5  # steps in a row without a finite loss, after which a run is given up
 
 
-def finetune(settings: FinetuneSettings, *, resume: bool = False, overwrite: bool = False) -> int:
-    """Run (or continue) a fine-tuning. Returns the exit code: 0, or 128 + n after signal n.
+def finetune(settings: FinetuneSettings, ranks: Ranks, *, resume: bool = False, overwrite: bool = False) -> int:
+    """Run (or continue) a fine-tuning, on all ranks. Returns the exit code: 0, or 128 + n after signal n.
 
     Raises:
         UsageError: for anything wrong with the input, before the output directory is touched.
     """
     _check_output(settings, resume=resume, overwrite=overwrite)
-    _check_one_process()
+    settings = _with_ranks(settings, ranks, resume=resume)
     if settings.steps is not None:
         warmup_steps(settings, settings.steps)
     what = check_model(settings.model)
-    settings, why = _choose_device(settings)
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    settings, why = ranks.same(_choose_device(settings, ranks))
+    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not ranks.first)
     console.print(f"reading {settings.data}")
     source = read_source(settings)
     console.print(f"loading {what}, in {settings.dtype}{why}")
-    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
-    model, tokenizer = load_model(settings.model, dtype, settings.seed)
+    model, tokenizer = _load(settings, ranks)
     data = encode_source(settings, source, tokenizer)
+    if ranks.sharded and ranks.same(data.fingerprint) != data.fingerprint:
+        raise UsageError(
+            f"{settings.data} gives other sequences here than on rank 0: write them to a file, and give it as --data"
+        )
     steps = _steps(settings, len(data.train))
     warmup_steps(settings, steps)
-    model.to(settings.device)
-    if settings.gradient_checkpointing:
-        checkpoint_activations(model)
-    training = Training(model, data, settings, settings.optimizer_config(), steps, tokenizer.pad_token_id)
+    training = Training(model, data, settings, settings.optimizer_config(), steps, tokenizer.pad_token_id, ranks)
     saved = checkpoint.load(settings.output, training, data.fingerprint) if resume else None
     try:
-        with Display(steps, console) as display, StopRequest(display.note) as stop:
+        with Display(steps, console) as display, StopRequest(display.note, ranks) as stop:
             return Run(settings, training, tokenizer, data, display, stop, saved).go()
     except torch.OutOfMemoryError as error:
         raise UsageError(
@@ -81,23 +83,27 @@ class Run:
     ) -> None:
         self.settings, self.training, self.tokenizer, self.data = settings, training, tokenizer, data
         self.display, self.stop, self.output = display, stop, settings.output
-        self.evaluator = Evaluator(training.model, tokenizer, data, settings, stop.check)
+        self.ranks = training.ranks
+        self.evaluator = Evaluator(training.model, tokenizer, data, settings, stop.check, self.ranks)
         self.evaluations: dict[int, Evaluation] = {}  # by step
         self.pending: PendingRecord | None = None
         self.not_finite = 0
         if saved is not None:
             self.evaluations = {record["step"]: Evaluation(**record) for record in saved["evaluations"]}
-        self.output.mkdir(parents=True, exist_ok=True)
-        if saved is None:
-            _clear(self.output)
-            save_settings(settings, self.output)
-        self.log = MetricsLog(self.output, step=training.step, evaluated=set(self.evaluations))
+        self.log: MetricsLog | None = None
+        if self.ranks.first:
+            self.output.mkdir(parents=True, exist_ok=True)
+            if saved is None:
+                _clear(self.output)
+                save_settings(settings, self.output)
+            self.log = MetricsLog(self.output, step=training.step, evaluated=set(self.evaluations))
 
     def go(self) -> int:
         training, display = self.training, self.display
         parameters = sum(parameter.numel() for parameter in training.model.parameters())
+        where = f"{training.model.device.type}, {self.ranks}" if self.ranks.sharded else training.model.device
         display.note(
-            f"{parameters / 1e6:,.1f}M parameters on {training.model.device}, {training.steps} steps, "
+            f"{parameters / 1e6:,.1f}M parameters on {where}, {training.steps} steps of {self.settings.batch} sequences, "
             f"{len(self.data.train)} sequences to train on, {len(self.data.held_out)} held out"
         )
         display.note("rho: share of the squared gradient norm whose update is deferred; stall: time a step waits for the host")
@@ -134,15 +140,19 @@ class Run:
         with self.training.optimizer.exact_weights():
             found = self.evaluator.evaluate(step, answers=step in (0, self.training.steps), scored_before=scored)
         self.evaluations[step] = found
-        self.log.append(found.record())
+        self._write(found.record())
         self.display.evaluation(found)
+
+    def _write(self, record: dict[str, Any]) -> None:
+        if self.log is not None:
+            self.log.append(record)
 
     def _log_pending(self) -> None:
         """Write the record of the step before: by now the device has finished it."""
         if self.pending is None:
             return
         record, self.pending = self.pending.result(), None
-        self.log.append(record)
+        self._write(record)
         self.display.step(record)
         self.not_finite = 0 if math.isfinite(record["loss"]) else self.not_finite + 1
         if self.not_finite == NOT_FINITE_LIMIT:
@@ -172,11 +182,18 @@ class Run:
         self._save()
         self.display.note(f"stopped after step {self.training.step} of {self.training.steps}; to continue:")
         self.display.note(f"  {checkpoint.resume_command(self.output)}")
+        self.ranks.wait()
         return 128 + self.stop.signal
 
     def _finish(self) -> int:
         self.training.optimizer.flush()
         write_model(self.training.model, self.tokenizer, self.output)
+        if self.ranks.first:
+            self._report()
+        self.ranks.wait()
+        return 0
+
+    def _report(self) -> None:
         report = write_report(self.output, self.settings, self.training, self.evaluator.prompts, self.data)
         checkpoint.remove(self.output)  # nothing is left to resume
         before, after = self.evaluations[0], self.evaluations[self.training.steps]
@@ -193,7 +210,6 @@ class Run:
         self.display.note(f"{line}\nmodel in {self.output}, report in {report}")
         if after.loss >= before.loss:
             self.display.note("note: the held-out loss did not fall; try a lower --lr, more --steps or more data")
-        return 0
 
 
 def _check_output(settings: FinetuneSettings, *, resume: bool, overwrite: bool) -> None:
@@ -211,11 +227,37 @@ def _check_output(settings: FinetuneSettings, *, resume: bool, overwrite: bool) 
         raise UsageError(f"output {output} cannot be written: {existing} is read-only for you; give another as --output")
 
 
-def _check_one_process() -> None:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+def _with_ranks(settings: FinetuneSettings, ranks: Ranks, *, resume: bool) -> FinetuneSettings:
+    """With the number of ranks; of a resumed run it is the number that it began with, as its batch is."""
+    if ranks.sharded and settings.nproc is None:
+        if resume:
+            raise UsageError(f"the run in {settings.output} began as one process, and can go on as that only: without torchrun")
+        return settings.model_copy(update={"nproc": ranks.world})
+    if not resume and ranks.sharded and settings.nproc != ranks.world:
+        raise UsageError(f"--nproc {settings.nproc} under a launcher that has started {ranks}: leave --nproc out")
+    if settings.batch % ranks.world:
+        fits = [str(count) for count in range(1, settings.batch + 1) if settings.batch % count == 0]
         raise UsageError(
-            "stallfree finetune trains on one device: start it without torchrun, or use ZenFlowAdamW with fully_shard"
+            f"{ranks} cannot share the {settings.batch} sequences of this run's steps: go on with --nproc "
+            f"{' or '.join(fits[-6:])}"
         )
+    return settings
+
+
+def _load(settings: FinetuneSettings, ranks: Ranks) -> tuple[Any, Any]:
+    dtype = torch.bfloat16 if settings.dtype == "bfloat16" else torch.float32
+
+    def load() -> tuple[Any, Any]:
+        model, tokenizer = load_model(settings.model, dtype, settings.seed)
+        if settings.gradient_checkpointing:
+            checkpoint_activations(model)
+        return model, tokenizer
+
+    if ranks.sharded:
+        assert settings.device is not None
+        return load_sharded(load, ranks, settings.device)
+    model, tokenizer = load()
+    return model.to(settings.device), tokenizer
 
 
 def _clear(output: Path) -> None:
@@ -225,11 +267,13 @@ def _clear(output: Path) -> None:
     checkpoint.remove(output)
 
 
-def _choose_device(settings: FinetuneSettings) -> tuple[FinetuneSettings, str]:
+def _choose_device(settings: FinetuneSettings, ranks: Ranks) -> tuple[FinetuneSettings, str]:
     """With `device` and `dtype` made definite, so that a resumed run keeps them; and why this dtype, to be shown."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU; leave --device out to train on the CPU")
     device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and ranks.world > (seen := torch.cuda.device_count()):
+        raise UsageError(f"{ranks} need a GPU each, and torch sees {seen}: use --nproc {seen}, or --device cpu")
     if settings.dtype != "auto":
         return settings.model_copy(update={"device": device}), ""
     dtype, why = choose_dtype(device)
@@ -239,4 +283,4 @@ def _choose_device(settings: FinetuneSettings) -> tuple[FinetuneSettings, str]:
 def _steps(settings: FinetuneSettings, sequences: int) -> int:
     if settings.steps is not None:
         return settings.steps
-    return math.ceil((settings.epochs or 1.0) * sequences / (settings.micro_batch * settings.accumulation))
+    return math.ceil((settings.epochs or 1.0) * sequences / settings.batch)

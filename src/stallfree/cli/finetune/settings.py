@@ -37,6 +37,13 @@ class FinetuneSettings(BaseModel):
     epochs: float | None = setting(None, "Passes over the data, instead of --steps.", shown="1", gt=0)
     micro_batch: int = setting(4, "Sequences per forward pass.", ge=1)
     accumulation: int = setting(1, "Forward passes per optimizer step.", ge=1)
+    nproc: int | None = setting(
+        None,
+        "Processes (ranks) that share model and batch: one per GPU, or without GPUs on the CPU. The batch of a step is "
+        "micro-batch x accumulation x nproc.",
+        shown="one process, unsharded; under torchrun its ranks",
+        ge=1,
+    )
     seq_length: int = setting(512, "Tokens per sequence, at most; longer text is split, longer answers are cut.", ge=8)
     weight_decay: float = setting(0.01, "Of matrices; vectors (norms, biases) have none.", ge=0)
     betas: tuple[float, float] = setting((0.9, 0.999), "AdamW's decay rates.", metavar="FLOAT,FLOAT")
@@ -83,6 +90,11 @@ class FinetuneSettings(BaseModel):
     on_save_error: Literal["stop", "continue"] = setting(
         "stop", "What to do when a checkpoint on the way cannot be written, as on a full disk. Older ones stay either way."
     )
+
+    @property
+    def batch(self) -> int:
+        """Sequences per optimizer step, over all ranks that the run began with."""
+        return self.micro_batch * self.accumulation * (self.nproc or 1)
 
     @property
     def clip(self) -> float | None:
@@ -178,8 +190,12 @@ def _resumed(given: dict[str, Any]) -> FinetuneSettings:
     values = _read_yaml(path)
     saved = _validate(values | {"output": directory}, path, values.keys())
     asked = _validate(saved.model_dump() | given | {"set": saved.set | given.get("set", {})})
+    if saved.nproc is None and asked.nproc is not None:
+        raise UsageError(f"the run in {directory} began as one process, and can go on as that only: leave --nproc out")
     for name in FinetuneSettings.model_fields:
-        if getattr(saved, name) != getattr(asked, name):
+        if name != "nproc" and getattr(saved, name) != getattr(
+            asked, name
+        ):  # any number of ranks can go on, with the same batch
             raise UsageError(
                 f"{flag(name)} was {getattr(saved, name)} in the run in {directory}, not {getattr(asked, name)}: "
                 f"leave it out, or start anew with --overwrite instead of --resume"
