@@ -60,6 +60,7 @@ class StandIn:
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
         self.to_host, self.to_device = Stream(pause), Stream(pause)
+        self.beside = None  # the computing stream itself
         self.registered: dict[int, int] = {}
 
     def _do(self, stream: Stream | None, task: Callable[[], None]) -> None:
@@ -87,7 +88,17 @@ class StandIn:
     def wait(self, stream: Stream | None, event: Event) -> None:
         self._do(stream, event.synchronize)
 
-    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
+    def on(self, stream: None):
+        return nullcontext()
+
+    def hold(self, tensor: Tensor, stream: Stream | None) -> None:
+        """Nothing is freed while it is needed."""
+
+    def enqueue(self, *tasks: tuple[Stream | None, Callable[[], None]]) -> None:
+        for stream, task in tasks:
+            self._do(stream, task)
+
+    def copy(self, target: Tensor, source: Tensor, stream: Stream):
         assert target.nbytes == source.nbytes
         assert target.is_contiguous()
         assert source.is_contiguous()
@@ -97,19 +108,19 @@ class StandIn:
             for start, size in self.registered.items()
         ), "the host's side of a copy is not registered"
         ours, theirs = (tensor.view(-1).view(torch.uint8) for tensor in (target, source))
-        self._do(stream, lambda: ours.copy_(theirs))
+        return stream, lambda: ours.copy_(theirs)
 
-    def raise_to(self, stream: Stream | None, point: Point) -> None:
-        self._do(stream, lambda: point.timeline.memory.fill_(point.value - (point.value >> 31 << 32)))
+    def raise_to(self, stream: Stream | None, point: Point):
+        return stream, lambda: point.timeline.memory.fill_(point.value - (point.value >> 31 << 32))
 
-    def wait_for(self, stream: Stream | None, point: Point) -> None:
+    def wait_for(self, stream: Stream | None, point: Point):
         def spin() -> None:
             begin = time.perf_counter()
             while not point.passed:
                 assert time.perf_counter() - begin < PATIENCE, "the device waits for what nobody does"
                 time.sleep(0)
 
-        self._do(stream, spin)
+        return stream, spin
 
     def register(self, memory: Tensor) -> None:
         self.registered[memory.data_ptr()] = memory.nbytes

@@ -148,13 +148,13 @@ def test_staging_memory_is_what_the_planner_says_however_large_a_block(monkeypat
     params, optimizer = large(dtype)
     blocks, link = [state.block for state in optimizer.engine.blocks], optimizer.engine.link
     total, row = sum(param.nbytes for param in params), 64 * dtype.itemsize
-    assert link._down_ring.size == link._up_ring.size == ring_bytes(blocks)
-    assert ring_bytes(blocks) <= max(min(staging_bytes, total), 2 * row)
+    assert (link._down_ring.size, link._up_ring.size) == ring_bytes(blocks)
+    assert max(ring_bytes(blocks)) <= max(min(staging_bytes, total), 2 * row)
     for t in range(6):
         accumulate(params, t)
         optimizer.step()
         optimizer.zero_grad()
-    assert link._down_ring.size == link._up_ring.size == ring_bytes(blocks)
+    assert (link._down_ring.size, link._up_ring.size) == ring_bytes(blocks)
     optimizer.close()
 
 
@@ -164,7 +164,7 @@ def test_staging_memory_of_a_large_vocabulary(shape):
     embedding, layer = (torch.nn.Parameter(torch.empty(s, dtype=torch.bfloat16, device="meta")) for s in (shape, (4096, 4096)))
     config = ZenFlowConfig()
     _, weights = classify([("embed_tokens.weight", embedding), ("layers.0.weight", layer)], config)
-    assert ring_bytes(build_blocks(weights, config)) == 128 << 20
+    assert ring_bytes(build_blocks(weights, config)) == (384 << 20, 256 << 20)
 
 
 def test_a_large_block_is_published_all_through_backward(monkeypatch):
@@ -192,7 +192,8 @@ def test_a_slot_is_free_when_its_last_piece_has_come_up(monkeypatch):
     engine, give, begun = optimizer.engine, optimizer.engine.pool.give, []
 
     def given(slots, after):
-        begun.append(after == engine.link._went_up.now())
+        if slots:  # at the close of windows of one call there are none
+            begun.append(after == engine.link._went_up.now())
         give(slots, after)
 
     engine.pool.give = given
@@ -307,12 +308,12 @@ def test_ring_memory_is_written_again_only_after_its_last_use(takes, size):
     ring.grow(size)
     whole = ring.take(size, stream.wait)
     assert not ring.has_room(1)
-    begin, whole.used = whole.memory.data_ptr(), copies.next()
+    begin, whole.used = whole.rows(torch.uint8).data_ptr(), copies.next()
     for nbytes in takes:
         assert ring.has_room(nbytes)
         share = ring.take(nbytes, stream.wait)
-        start = share.memory.data_ptr() - begin if nbytes else 0
-        assert (share.memory.numel(), start % Ring.ALIGNMENT) == (nbytes, 0)
+        start = share.rows(torch.uint8).data_ptr() - begin if nbytes else 0
+        assert (share.rows(torch.uint8).numel(), start % Ring.ALIGNMENT) == (nbytes, 0)
         assert max(used[start : start + nbytes], default=0) <= stream.seen
         share.used = copies.next()
         used[start : start + nbytes] = [share.used.value] * nbytes

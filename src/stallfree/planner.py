@@ -62,7 +62,7 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Pl
         selected = weight.selected_count * (12 * weight.length + 4)
         device += selected + weight.selected_count * weight.length * weight.dtype.itemsize + 8 * weight.channels
     on_gpu = any(weight.shard.device.type == "cuda" for weight in weights)
-    staging = 2 * ring_bytes(blocks) if on_gpu else 0
+    staging = sum(ring_bytes(blocks)) if on_gpu else 0
     resident = sum(item.numel * (12 + item.dtype.itemsize) for item in residents)
     return Plan(state, plan_slots(blocks, config).nbytes, device + resident, staging)
 

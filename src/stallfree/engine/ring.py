@@ -12,7 +12,8 @@ from torch import Tensor
 from stallfree.engine.blocks import Block
 from stallfree.engine.streams import Point
 
-STAGING_BYTES = 128 << 20  # device memory for copies under way in each direction, whatever the size of a block
+VIEWS = 256  # of the ring's memory that are kept
+STAGING_BYTES = 384 << 20  # device memory for copies under way to the host, whatever the size of a block
 
 
 def piece_bytes() -> int:
@@ -20,12 +21,16 @@ def piece_bytes() -> int:
     return STAGING_BYTES // 2
 
 
-def ring_bytes(blocks: Sequence[Block]) -> int:
-    """Of staging memory in one direction. More than `STAGING_BYTES` only if one row takes more than half of that."""
+def ring_bytes(blocks: Sequence[Block]) -> tuple[int, int]:
+    """Of staging memory, down and up. Up comes a fraction of what goes down, and one piece is enough at a time.
+
+    More than `STAGING_BYTES` only if one row takes more than half of that.
+    """
     sizes = [block.numel * block.dtype.itemsize for block in blocks]
     rows = [block.row_numel * block.dtype.itemsize for block in blocks]
-    pieces = [min(size, max(piece_bytes(), row) + row) for size, row in zip(sizes, rows, strict=True)]
-    return max([*(piece for piece in pieces), min(STAGING_BYTES, sum(sizes))], default=0)
+    largest = max((min(size, max(piece_bytes(), row) + row) for size, row in zip(sizes, rows, strict=True)), default=0)
+    down, up = (max(largest, min(most, sum(sizes))) for most in (STAGING_BYTES, STAGING_BYTES * 2 // 3))
+    return down, up
 
 
 @dataclass(slots=True)
@@ -34,8 +39,14 @@ class Share:
 
     start: int
     end: int
-    memory: Tensor
+    views: dict[torch.dtype, Tensor]  # of its memory
     used: Point | None = None  # when whoever reads it is done; None: nobody has been told to yet
+
+    def rows(self, dtype: torch.dtype) -> Tensor:
+        """Its memory, as a flat tensor."""
+        if dtype not in self.views:
+            self.views[dtype] = self.views[torch.uint8].view(dtype)
+        return self.views[dtype]
 
 
 class Ring:
@@ -47,6 +58,7 @@ class Ring:
         self._device = device
         self._held: deque[Share] = deque()  # oldest first
         self._next = 0
+        self._views: dict[tuple[int, int], dict[torch.dtype, Tensor]] = {}  # shares lie in the same places again and again
         self.grow(0)
 
     def grow(self, nbytes: int) -> None:
@@ -54,6 +66,7 @@ class Ring:
         self._memory = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         self.size = nbytes
         self._held.clear()
+        self._views.clear()
         self._next = 0
 
     def _place(self, nbytes: int) -> tuple[int, list[Share]]:
@@ -82,7 +95,11 @@ class Ring:
             self._held.popleft()
         end = start + nbytes
         self._next = -(-end // self.ALIGNMENT) * self.ALIGNMENT
-        share = Share(start, end, self._memory[start:end])
+        if (start, end) not in self._views:
+            if len(self._views) >= VIEWS:
+                self._views.clear()
+            self._views[start, end] = {torch.uint8: self._memory[start:end]}
+        share = Share(start, end, self._views[start, end])
         if nbytes:
             self._held.append(share)
         return share

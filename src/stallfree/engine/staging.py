@@ -7,6 +7,7 @@ call, the block is staged at once; until then `.grad` is a plain tensor. `step()
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from sys import getrefcount
 from typing import TYPE_CHECKING, NoReturn
 
@@ -22,6 +23,8 @@ from stallfree.kernels.windows import Call
 
 if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
+
+NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
 class Staging:
@@ -152,13 +155,16 @@ class Staging:
         return grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
 
     def _fill(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Take gradients apart and bring the deferred rows down: each piece in one copy, if all gradients are there."""
+        """Take gradients apart and bring the deferred rows down: each piece in one copy, if all gradients are there.
+
+        The first piece has all that the device needs in this call; computation does not wait for the others.
+        """
         link, half, layout = self.engine.link, block.half, block.half.division.layout
         slot = block.take_slot()
         assert block.filling is not None
         after = block.filling.after
         for low, target in half.pieces(layout, slot):
-            with link.staging(target, after) as staged:
+            with link.beside(grads) if low else NOWHERE, link.staging(target, after) as staged:
                 half.split(grads, staged, low)
                 if len(places) == len(layout.segments):
                     link.down(staged, target, after)

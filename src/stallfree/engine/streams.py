@@ -16,6 +16,7 @@ from stallfree.kernels import driver
 from stallfree.limits import GIB, lockable_bytes
 
 Stream = Any  # torch.cuda.Stream, or what a stand-in for tests uses
+Task = Any  # for a stream: a command of the driver, likewise
 
 RELEASED = 1 << 30  # how far a count jumps when nobody shall wait any more
 _HALF, _MASK = 1 << 31, (1 << 32) - 1
@@ -106,6 +107,7 @@ class Streams:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.to_host, self.to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self.beside = torch.cuda.Stream(device)  # for what the computing stream need not wait for
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Inside, the driver's calls are about this device."""
@@ -130,19 +132,26 @@ class Streams:
     def wait(self, stream: Stream, event: Event) -> None:
         event.block(stream)
 
-    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> None:
+    def on(self, stream: Stream) -> AbstractContextManager[Any]:
+        """Inside, kernels are launched on a stream."""
+        return torch.cuda.stream(stream)
+
+    def enqueue(self, *tasks: Task) -> None:
+        """Give streams something to do, in order, all at once."""
+        driver.run(*tasks)
+
+    def copy(self, target: Tensor, source: Tensor, stream: Stream) -> Task:
         """Both contiguous, of one size; host memory must be registered."""
         assert target.nbytes == source.nbytes
-        if source.nbytes:
-            driver.run(driver.copy(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream))
+        return driver.copy(target.data_ptr(), source.data_ptr(), source.nbytes, stream.cuda_stream) if source.nbytes else ()
 
-    def raise_to(self, stream: Stream, point: Point) -> None:
-        """Let a stream raise a timeline's count when it gets there: all it did before is visible to whoever sees the count."""
-        driver.run(driver.write_value(stream.cuda_stream, point.timeline.address, point.value))
+    def raise_to(self, stream: Stream, point: Point) -> Task:
+        """A stream raises a timeline's count when it gets there: all it did before is visible to whoever sees the count."""
+        return driver.write_value(stream.cuda_stream, point.timeline.address, point.value)
 
-    def wait_for(self, stream: Stream, point: Point) -> None:
+    def wait_for(self, stream: Stream, point: Point) -> Task:
         """What is enqueued next waits for a moment on a timeline."""
-        driver.run(driver.wait_value(stream.cuda_stream, point.timeline.address, point.value))
+        return driver.wait_value(stream.cuda_stream, point.timeline.address, point.value)
 
     def register(self, memory: Tensor) -> None:
         """Let the device reach host memory.

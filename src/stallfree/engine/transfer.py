@@ -153,6 +153,13 @@ class Link:
         if source.data_ptr() != target.data_ptr():
             target.copy_(source)
 
+    def beside(self, tensors: Sequence[Tensor | None]) -> AbstractContextManager[None]:
+        """What is staged inside, from these tensors, runs beside computation, which does not wait for staging memory."""
+        return nullcontext()
+
+    def rejoin(self, at_once: bool) -> None:
+        """In each call: let computation wait for what ran beside it before the last call, or for all of it."""
+
     def gates(self) -> tuple[Gate, ...]:
         """What host work waits for to see everything that has been sent down so far."""
         return ()
@@ -218,8 +225,11 @@ class DeviceLink(Link):
         super().__init__(device)
         self.streams = streams
         self._registered: list[Tensor] = []
-        words = self.host_empty((4 * LINE,), torch.int32).zero_()
-        self.host, self._computed, self._came_down, self._went_up = (Timeline(words, place * LINE) for place in range(4))
+        words = self.host_empty((5 * LINE,), torch.int32).zero_()
+        lines = (Timeline(words, place * LINE) for place in range(5))
+        self.host, self._computed, self._came_down, self._went_up, self._beside = lines
+        self._beside_before: Point | None = None  # all that ran beside computation up to the last call
+        self._now_beside = False  # what is enqueued runs there
         self._down_ring, self._up_ring = Ring(device), Ring(device)
         self._stream: Stream | None = None  # that computed last
         self._handle: int | None = None  # its
@@ -241,9 +251,9 @@ class DeviceLink(Link):
 
     def reserve(self, blocks: Sequence[Block]) -> None:
         self.streams.synchronize()  # when parameters join, the memory of what is under way is replaced
-        for ring in (self._down_ring, self._up_ring):
-            if ring.size < ring_bytes(blocks):
-                ring.grow(ring_bytes(blocks))
+        for ring, size in zip((self._down_ring, self._up_ring), ring_bytes(blocks), strict=True):
+            if ring.size < size:
+                ring.grow(size)
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Registered, because pinned allocation is slower and rounds sizes up. No two registrations share a page."""
@@ -259,21 +269,55 @@ class DeviceLink(Link):
 
     @contextmanager
     def staging(self, target: Tensor, after: Sequence[Point] = ()) -> Iterator[Tensor]:
-        stream = self._computing()
-        share = self._down_ring.take(target.nbytes, lambda point: self._stall(stream, point, self.crowding))
+        stream = self.streams.beside if self._now_beside else self._computing()
+
+        def wait(point: Point) -> None:
+            if self._now_beside:
+                self._wait(stream, point)
+            else:
+                self._stall(stream, point, self.crowding)
+
+        share = self._down_ring.take(target.nbytes, wait)
         try:
-            yield share.memory.view(target.dtype)
+            yield share.rows(target.dtype)
         finally:
             share.used = self._came_down.now()
 
     def down(self, source: Tensor, target: Tensor, after: Sequence[Point] = ()) -> None:
         self._count(down=source.nbytes)
-        copies = self.streams.to_host
-        for point in after:
-            self._wait(copies, point)
-        self._wait(copies, self._raise(self._computing(), self._computed))
-        self.streams.copy(target, source, copies)
-        self._raise(copies, self._came_down)
+        streams, copies = self.streams, self.streams.to_host
+        if self._now_beside:
+            stream, written = streams.beside, self._beside.next()
+        else:
+            stream, written = self._computing(), self._computed.next()
+        streams.enqueue(
+            *[streams.wait_for(copies, point) for point in after if not point.passed],
+            streams.raise_to(stream, written),
+            streams.wait_for(copies, written),
+            streams.copy(target, source, copies),
+            streams.raise_to(copies, self._came_down.next()),
+        )
+
+    @contextmanager
+    def beside(self, tensors: Sequence[Tensor | None]) -> Iterator[None]:
+        streams = self.streams
+        streams.wait(streams.beside, streams.record(self._computing()))
+        for tensor in tensors:
+            if tensor is not None:
+                streams.hold(tensor, streams.beside)
+        self._now_beside = True
+        try:
+            with streams.on(streams.beside):
+                yield
+        finally:
+            self._now_beside = False
+
+    def rejoin(self, at_once: bool) -> None:
+        if self._beside_before is not None:
+            self._wait(self._computing(), self._beside_before)
+        self._beside_before = self._beside.now()
+        if at_once:
+            self._wait(self._computing(), self._beside_before)
 
     def gates(self) -> tuple[Gate, ...]:
         return (Gate(self._came_down.address, self._came_down.value),)
@@ -295,7 +339,7 @@ class DeviceLink(Link):
             return None
         copies = self.streams.to_device
         share = self._up_ring.take(source.nbytes, lambda point: self._wait(copies, point))
-        return Arrival(share, self._copy_up(share.memory, source, work))
+        return Arrival(share, self._copy_up(share.rows(source.dtype), source, work))
 
     @contextmanager
     def up(self, source: Tensor, work: Point | None, arrival: Arrival | None = None) -> Iterator[Tensor]:
@@ -303,7 +347,7 @@ class DeviceLink(Link):
         arrival = arrival or self.begin_up(source, work)
         assert arrival is not None, "the staging memory is full of copies that nobody has used"
         self._stall(stream, arrival.point, self.stalls)
-        yield arrival.share.memory.view(source.dtype)
+        yield arrival.share.rows(source.dtype)
         arrival.share.used = self._raise(stream, self._computed)
 
     def begin_return(self, target: Tensor, source: Tensor, work: Point | None) -> Point:
@@ -312,11 +356,13 @@ class DeviceLink(Link):
     def _copy_up(self, target: Tensor, source: Tensor, work: Point | None) -> Point:
         """Once host work is done."""
         self._count(up=source.nbytes)
-        copies = self.streams.to_device
-        if work is not None:
-            self._wait(copies, work)
-        self.streams.copy(target, source, copies)
-        return self._raise(copies, self._went_up)
+        streams, copies, point = self.streams, self.streams.to_device, self._went_up.next()
+        streams.enqueue(
+            *([] if work is None or work.passed else [streams.wait_for(copies, work)]),
+            streams.copy(target, source, copies),
+            streams.raise_to(copies, point),
+        )
+        return point
 
     def take_back(self, target: Tensor, source: Tensor, work: Point | None, arrival: Point | None = None) -> None:
         arrival = arrival or self.begin_return(target, source, work)
@@ -335,18 +381,18 @@ class DeviceLink(Link):
 
     def _raise(self, stream: Stream, timeline: Timeline) -> Point:
         point = timeline.next()
-        self.streams.raise_to(stream, point)
+        self.streams.enqueue(self.streams.raise_to(stream, point))
         return point
 
     def _wait(self, stream: Stream, point: Point) -> None:
         if not point.passed:
-            self.streams.wait_for(stream, point)
+            self.streams.enqueue(self.streams.wait_for(stream, point))
 
     def _stall(self, stream: Stream, point: Point, stalls: Stalls) -> None:
         """The same for the computing stream, whose time this costs."""
         if not point.passed:
             begin = self.streams.record(stream)
-            self.streams.wait_for(stream, point)
+            self.streams.enqueue(self.streams.wait_for(stream, point))
             stalls.add_pair(begin, self.streams.record(stream))
 
     def close(self) -> None:

@@ -39,9 +39,9 @@ def host_queue(kernel: HostKernel, done: Tensor, overlap: bool) -> HostQueue:
 
 
 def block_kernel(device: torch.device) -> BlockKernel:
-    """The kernel of the device half: Triton's on CUDA, torch's elsewhere."""
+    """The kernel of the device half: Triton's on CUDA, torch's elsewhere. The engine has looked at what it gives them."""
     if device.type != "cuda":
         return TorchBlock()
     from stallfree.kernels.triton import TritonBlock
 
-    return TritonBlock(device)
+    return TritonBlock(device, checks=False)

@@ -126,11 +126,12 @@ class TritonBlock:
         ValueError: neither a CUDA device, nor the CPU under TRITON_INTERPRET=1.
     """
 
-    def __init__(self, device: torch.device | str, tiling: Tiling | None = None) -> None:
+    def __init__(self, device: torch.device | str, tiling: Tiling | None = None, checks: bool = True) -> None:
+        """checks: look at the arguments of `split` and `publish`, unless whoever calls has done that."""
         self.device = torch.empty(0, device=device).device
         if self.device.type != ("cpu" if INTERPRETED else "cuda"):
             raise ValueError(f"Triton kernels run on CUDA or, with TRITON_INTERPRET=1, on the CPU; not here on {self.device}")
-        self.tiling = tiling or Tiling()
+        self.tiling, self._checks = tiling or Tiling(), checks
         self._plans: WeakKeyDictionary[BlockLayout, list[_Group]] = WeakKeyDictionary()
         self._partial = torch.empty(1, dtype=torch.float32, device=self.device)
 
@@ -152,7 +153,7 @@ class TritonBlock:
         deferred: Tensor,
         low: int = 0,
     ) -> None:
-        dtype = check_split(layout, grads, squares, selected, deferred, low)
+        dtype = check_split(layout, grads, squares, selected, deferred, low) if self._checks else deferred.dtype
         if dtype is None:
             return
         rows, sums, flats = targets.rows.data_ptr(), squares.data_ptr(), (selected.data_ptr(), _first(deferred, low))
@@ -169,7 +170,7 @@ class TritonBlock:
     def publish(
         self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor, low: int = 0
     ) -> None:
-        dtype = check_publish(layout, weights, values, low)
+        dtype = check_publish(layout, weights, values, low) if self._checks else values.dtype
         if dtype is None:
             return
         rows, source, high = targets.rows.data_ptr(), _first(values, low), low + values.numel()
