@@ -317,3 +317,33 @@ def test_ring_memory_is_written_again_only_after_its_last_use(takes, size):
         assert max(used[start : start + nbytes], default=0) <= stream.seen
         share.used = copies.next()
         used[start : start + nbytes] = [share.used.value] * nbytes
+
+
+def test_the_host_may_begin_with_a_block_before_the_last_copy_is_there(monkeypatch):
+    """Its gates are its own copies and the record of the call; only hand-overs, which are copied last, wait for all."""
+    use(monkeypatch)
+    params = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(3)]
+    settings = dict(topk_ratio=0.25, update_interval=2, stagger=False, full_warm_up_rounds=0, select_interval=6)
+    optimizer = ZenFlowAdamW(params, min_numel=0, block_numel=1, **settings)
+    engine, submitted = optimizer.engine, []
+    submit = engine.worker.submit
+
+    def noted(works):
+        submitted.append((works, engine.link.sent().value))
+        return submit(works)
+
+    engine.worker.submit = noted
+    for _ in range(12):
+        accumulate(params, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    plain = [works for works, _ in submitted if works and works[0].exchange is None]
+    handing_over = [(works, sent) for works, sent in submitted if works and works[0].exchange is not None]
+    assert plain
+    assert handing_over
+    for works in plain:
+        first, last = ([gate.value for gate in works[place].gates] for place in (0, -1))
+        assert first[0] < last[0]
+        assert first[1] == last[1]
+    assert all(work.gates[0].value == sent for works, sent in handing_over for work in works)

@@ -94,6 +94,7 @@ def test_this_triton_launches_directly():
         for offset in range(4):
             weight = torch.zeros(20, device=device)
             address = weight[offset:].data_ptr()
-            launch(tiles.data_ptr(), targets.data_ptr(), values[offset:].data_ptr(), 1, (address, 1))
+            launch(tiles.data_ptr(), targets.data_ptr(), values[offset:].data_ptr(), 0, 16, 1, (address, 1))
             assert weight[offset : offset + 4].tolist() == [offset + index for index in range(4)]
     assert launch.is_direct
+    assert launch.code is not None, "the driver cannot launch it"

@@ -31,6 +31,7 @@ class Judge:
         shape = (slots_needed(engine.config) + 1, 1 + len(engine.weights) + len(engine.residents))
         on_device = torch.empty(shape, dtype=torch.float32, device=engine.device)
         self._records = (on_device, engine.link.host_empty(shape, torch.float32))
+        engine.kernel.carry(*(records[0] for records in self._records))  # compiles
 
     def __call__(self, summed: Summed) -> tuple[Tensor, Tensor, Tensor]:
         """Whether to skip this call, and by weight and then by resident what its gradient is multiplied by, on the device.
@@ -62,7 +63,8 @@ class Judge:
             channels.update_scores(scales, present, engine.config.score_decay, skip)
         engine.meter.judge(norm, [gradient.weight for gradient in staged], summed)
         engine.meter.judge_skip(engine.clock.call, skip, all_norms, engine.kinds)
-        engine.link.down(values, slot)
+        engine.kernel.carry(values, slot)
+        engine.link.carried(slot.nbytes)
         return skip, values[1:], slot
 
     def _scales(self) -> Tensor | None:

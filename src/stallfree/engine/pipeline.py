@@ -265,6 +265,7 @@ class Engine:
             memory = block.take_slot()
             assert block.filling is not None
             self.link.hold_gates(block.filling.after)  # the host is the first to write it
+            block.sent = self.link.sent()
             calls = [CollectedCall(calls[0].call, calls[0].record, calls[0].hypers, block.filling, memory)]
             block.filling = None
         lookahead, division = self.config.lookahead_at(block.schedule.interval), block.half.installed
@@ -317,7 +318,7 @@ class Engine:
         exchange: HostExchange | None = None,
     ) -> WindowWork:
         pause = self.delay("worker") if self.delay else 0.0
-        gates = self.link.gates()
+        gates = self.link.gates(None if exchange is not None else block.sent)
         return WindowWork(block.host, calls, divided, lookahead, True, block.names, gates, places, exchange, pause)
 
     def run(self, state: WeightState, job: ReplayJob) -> None:

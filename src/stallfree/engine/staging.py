@@ -171,6 +171,7 @@ class Staging:
                 else:
                     for place in places:
                         link.down(layout.deferred_rows(staged, place, low), layout.deferred_rows(target, place, low), after)
+        block.sent = link.sent()
 
     def _replay_early(self, block: BlockState, states: Sequence[WeightState]) -> None:
         """Begin the host update of a block, if its number of backward passes is known."""

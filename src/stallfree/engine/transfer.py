@@ -160,8 +160,16 @@ class Link:
     def rejoin(self, at_once: bool) -> None:
         """In each call: let computation wait for what ran beside it before the last call, or for all of it."""
 
-    def gates(self) -> tuple[Gate, ...]:
-        """What host work waits for to see everything that has been sent down so far."""
+    def carried(self, nbytes: int) -> None:
+        """A kernel has been told to write so much into host memory, which host work and `wait_down` are to wait for."""
+        self._count(down=nbytes)
+
+    def sent(self) -> Point | None:
+        """When everything that has been sent down so far is there."""
+        return None
+
+    def gates(self, sent: Point | None = None) -> tuple[Gate, ...]:
+        """What host work waits for to see what kernels have written and what has been sent down: until then, or all so far."""
         return ()
 
     def hold_gates(self, until: Sequence[Point]) -> None:
@@ -228,6 +236,7 @@ class DeviceLink(Link):
         words = self.host_empty((5 * LINE,), torch.int32).zero_()
         lines = (Timeline(words, place * LINE) for place in range(5))
         self.host, self._computed, self._came_down, self._went_up, self._beside = lines
+        self._carried = self._computed.now()
         self._beside_before: Point | None = None  # all that ran beside computation up to the last call
         self._now_beside = False  # what is enqueued runs there
         self._down_ring, self._up_ring = Ring(device), Ring(device)
@@ -319,8 +328,16 @@ class DeviceLink(Link):
         if at_once:
             self._wait(self._computing(), self._beside_before)
 
-    def gates(self) -> tuple[Gate, ...]:
-        return (Gate(self._came_down.address, self._came_down.value),)
+    def carried(self, nbytes: int) -> None:
+        super().carried(nbytes)
+        self._carried = self._raise(self._computing(), self._computed)
+
+    def sent(self) -> Point:
+        return self._came_down.now()
+
+    def gates(self, sent: Point | None = None) -> tuple[Gate, ...]:
+        points = (sent or self.sent(), self._carried)
+        return tuple(Gate(point.timeline.address, point.value) for point in points)
 
     def hold_gates(self, until: Sequence[Point]) -> None:
         for point in until:
@@ -332,6 +349,7 @@ class DeviceLink(Link):
         return self._computed.ahead
 
     def wait_down(self) -> None:
+        self._wait(self.streams.to_host, self._carried)
         self.streams.synchronize(self.streams.to_host)
 
     def begin_up(self, source: Tensor, work: Point | None) -> Arrival | None:

@@ -146,6 +146,7 @@ class BlockState:
         )
         self.schedule = BlockSchedule(block.phase)
         self.filling: Slot | None = None  # the slot of the call under way
+        self.sent: Point | None = None  # when the gradients staged last have come down; None: with everything else
         self.turn = 0  # when it was staged, among the blocks of a call
         self.open: list[CollectedCall] = []
         self.queue: list[Window] = []

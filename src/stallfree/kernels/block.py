@@ -224,6 +224,11 @@ class BlockKernel(Protocol):
         """
         ...
 
+    def carry(self, values: Tensor, target: Tensor) -> None:
+        """Copy a few fp32 numbers, contiguous, to host memory that the device reaches: no copy engine is asked, and no copy
+        that is under way is waited for."""
+        ...
+
     def plan(self, parts: Sequence[Part]) -> Update:
         """AdamW of all these parts together. Builds, compiles and loads what its steps need; may wait for the device."""
         ...
@@ -265,6 +270,9 @@ class TorchBlock:
                 layout.selected_rows(selected, index).copy_(rows.index_select(0, layout.places_of(targets.selected, index)))
             held = _deferred(layout, targets, index, low, deferred.numel())
             layout.deferred_rows(deferred, index, low).copy_(rows.index_select(0, held))
+
+    def carry(self, values: Tensor, target: Tensor) -> None:
+        target.copy_(values)
 
     def plan(self, parts: Sequence[Part]) -> Update:
         return TorchUpdate(parts)

@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from stallfree.kernels.block import BlockLayout, Part, Targets, check_publish, check_split
-from stallfree.kernels.triton_functions import INTERPRETED, publish_kernel, split_kernel, sum_chunks_kernel
+from stallfree.kernels.triton_functions import INTERPRETED, carry_kernel, publish_kernel, split_kernel, sum_chunks_kernel
 from stallfree.kernels.triton_launch import Launch, current_device, launch_all
 from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Tile, Tiling, programs, table
 from stallfree.kernels.triton_update import TritonUpdate
@@ -33,6 +33,7 @@ __all__ = ["Tile", "Tiling", "TritonBlock"]
 
 MAX_WEIGHTS = 32  # in one launch; bounds the argument list and the time to choose from it
 SUM_CHANNELS, SUM_CHUNKS = 64, 32
+CARRIED = 1024  # words by a program
 
 
 class _Call(NamedTuple):
@@ -134,6 +135,7 @@ class TritonBlock:
         self.tiling, self._checks = tiling or Tiling(), checks
         self._plans: WeakKeyDictionary[BlockLayout, list[_Group]] = WeakKeyDictionary()
         self._partial = torch.empty(1, dtype=torch.float32, device=self.device)
+        self._carries: dict[int, Launch] = {}  # by programs
 
     def warm_up(self, layout: BlockLayout, dtype: torch.dtype) -> None:
         """Compile and load, by launches in which no weight is present."""
@@ -163,6 +165,14 @@ class TritonBlock:
                 call = group.call(dtype, grads, *flats)
                 if call.present:
                     self._split(group, call, rows, sums, *flats, low, high)
+
+    def carry(self, values: Tensor, target: Tensor) -> None:
+        programs = triton.cdiv(values.numel(), CARRIED)
+        launch = self._carries.get(programs)
+        if launch is None:
+            launch = self._carries[programs] = Launch(carry_kernel, programs, (CARRIED,), 4)
+        with current_device(self.device):
+            launch_all((launch, (values.data_ptr(), target.data_ptr(), values.numel())))
 
     def plan(self, parts: Sequence[Part]) -> TritonUpdate:
         return TritonUpdate(parts, self.device, self.tiling)
