@@ -189,7 +189,7 @@ class Engine:
             with self.link.device_guard():
                 self._update(hypers)
                 self.tuner.after_call(self)
-            self.worker.keep_pace(self.link.stalls.so_far(), self.clock.interval, self.clock.warming or self.tuner.measures)
+            self.worker.keep_pace(self.link.waited(), self.clock.interval, self.clock.warming or self.tuner.measures)
         except BaseException as error:
             self.failed = error
             raise

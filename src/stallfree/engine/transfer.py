@@ -106,6 +106,10 @@ class Link:
         self.host = Timeline(torch.zeros(1, dtype=torch.int32, device="cpu"), 0)  # windows done
         self.wait_for_host: Callable[[Point], None] = lambda point: None  # lets the launching thread wait
 
+    def waited(self) -> float:
+        """Seconds for which the device has waited for the host or for staging memory, as far as they are known."""
+        return self.stalls.so_far() + self.crowding.so_far()
+
     def device_guard(self) -> AbstractContextManager[object]:
         """Whatever enqueues copies does so inside."""
         return nullcontext()

@@ -18,6 +18,7 @@ from stallfree.cli.flags import parse_value
 
 FLOOR, ADAMW = "floor", "adamw"
 LR = 1e-5
+ANY_RHO = 1e3  # a staleness budget that allows every S
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,10 @@ def parse_mode(text: str) -> Mode:
 
 def _config(text: str, preset: str, given: dict[str, Any]) -> ZenFlowConfig:
     try:
-        return ZenFlowConfig.from_dict({"preset": preset} | given)
+        config = ZenFlowConfig.from_dict({"preset": preset} | given)
+        if config.update_interval == "auto" and "staleness_budget" not in given:
+            config = config.replace(staleness_budget=ANY_RHO)  # that of random weights and tokens says nothing
+        return config
     except (TypeError, ValueError) as error:
         raise UsageError(f"mode {text!r}: {error}") from None
 
