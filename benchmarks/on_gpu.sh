@@ -7,6 +7,8 @@
 #   benchmarks/on_gpu.sh OUT launches           launches per second, with and without Triton's own way
 #   benchmarks/on_gpu.sh OUT soak               5,000 steps of a small model with saves
 #   benchmarks/on_gpu.sh OUT step NAME ARGS...  `stallfree bench step ARGS... --output OUT/NAME.json`
+#   benchmarks/on_gpu.sh OUT ranks              the tests of ranks with NCCL, on as many GPUs as there are
+#   benchmarks/on_gpu.sh OUT fsdp NAME ARGS...  benchmarks/fsdp.py ARGS... --output OUT/NAME.json, a rank on every GPU
 #
 # WHEELS: a folder of wheels to install for the run, where the interpreter lacks some (pydantic, peers).
 # Every part reports and goes on; the last line of each says how it ended.
@@ -44,6 +46,17 @@ case $part in
     shift
     python3 -c 'import sys; from stallfree.cli import main; sys.exit(main())' bench step "$@" --output "$out/$name.json"
     ;;
-  *) sed -n 2,14p "$0" ;;
+  ranks)
+    export STALLFREE_RANKS_ON=cuda
+    python3 -m pytest -v -p no:cacheprovider tests/distributed/test_training.py tests/distributed/test_checkpoints.py "$@" 2>&1 |
+      tee "$out/ranks.txt" | grep -E '^(FAILED|ERROR|SKIPPED)|^E  |PASSED|FAILED|passed|failed'
+    ;;
+  fsdp)
+    name=$1
+    shift
+    gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
+    python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" benchmarks/fsdp.py --output "$out/$name.json" "$@"
+    ;;
+  *) sed -n 2,16p "$0" ;;
 esac
 echo "$part: $?"

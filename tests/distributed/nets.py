@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import DEVICE
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -59,9 +60,10 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(Layer(shapes, generator) for shapes in self.SHAPES)
         self.head = Layer({}, generator)
         self.head.weight = self.embed.weight  # tied
+        self.to(DEVICE)
 
     def forward(self, grads: dict[str, Tensor]) -> Tensor:
-        x = torch.zeros((), requires_grad=True)
+        x = torch.zeros((), requires_grad=True, device=DEVICE)
         x = self.embed(x, {"weight": 0.25 * grads["embed.weight"]})
         for number, layer in enumerate(self.layers):
             prefix = f"layers.{number}."
@@ -77,11 +79,16 @@ def drawn(model: nn.Module, call: int, rank: int, scale: float = 1.0) -> dict[st
         rows = torch.arange(param.shape[0]).view(-1, *[1] * (param.dim() - 1))
         columns = torch.arange(param.shape[-1])
         loud = 1 + 3 * (((columns + call // 5) % 3 == 0) if param.dim() > 1 else (rows % 3 == 0)).float()
-        grads[name] = scale * (loud + 0.01 * columns) * torch.randn(param.shape, generator=generator)
+        grads[name] = (scale * (loud + 0.01 * columns) * torch.randn(param.shape, generator=generator)).to(DEVICE)
     return grads
 
 
 # Ways to spread it
+
+
+def mesh_of(*shape: int, **options: Any) -> DeviceMesh:
+    """All ranks, by default in one dimension."""
+    return init_device_mesh(DEVICE, shape or (dist.get_world_size(),), **options)
 
 
 def plain(model: Net) -> Net:
@@ -90,7 +97,7 @@ def plain(model: Net) -> Net:
 
 def sharded(model: Net, **options: Any) -> Net:
     """FSDP over all ranks."""
-    options = dict(mesh=init_device_mesh("cpu", (dist.get_world_size(),))) | options
+    options = dict(mesh=mesh_of()) | options
     for layer in model.layers:
         fully_shard(layer, **options)
     return fully_shard(model, **options)
@@ -102,7 +109,7 @@ def resharding_late(model: Net) -> Net:
 
 def hybrid(model: Net) -> Net:
     """HSDP: two replicas, each over two ranks."""
-    return sharded(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
+    return sharded(model, mesh=mesh_of(2, 2, mesh_dim_names=("replicate", "shard")))
 
 
 def by_columns(model: Net) -> Net:
@@ -149,8 +156,9 @@ class Mirror:
 
 
 def gathered(tensor: Tensor) -> Tensor:
+    """Gathered on the ranks' devices, be it state in host memory: there is no backend for that on GPUs."""
     tensor = tensor.detach()
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.to(DEVICE).full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def weights(model: nn.Module) -> list[Tensor]:
@@ -214,16 +222,20 @@ class Transformerish(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(Mlp(), Mlp())
+        self.layers = nn.Sequential(Mlp(), Mlp()).to(DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
 
+def drawn_batch(rows: int, seed: int) -> Tensor:
+    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
 def in_two_dimensions() -> Transformerish:
     """FSDP over two ranks of tensor parallelism over two."""
     model = Transformerish()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    mesh = mesh_of(2, 2, mesh_dim_names=("dp", "tp"))
     for layer in model.layers:
         parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
         fully_shard(layer, mesh=mesh["dp"])

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from nets import LR, PRESETS, Run, Transformerish, gathered, in_two_dimensions, weights
+from nets import LR, PRESETS, Run, Transformerish, drawn_batch, gathered, in_two_dimensions, mesh_of, weights
+from ranks import on_host
 from test_training import equal, near
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from stallfree import ZenFlowAdamW
@@ -91,8 +91,7 @@ class Real:
 
     def play(self, until):
         for call in range(self.call, until):
-            batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * call + torch.distributed.get_rank() // 2))
-            self.model(batch).square().sum().backward()
+            self.model(drawn_batch(4, 10 * call + torch.distributed.get_rank() // 2)).square().sum().backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         self.call = until
@@ -129,15 +128,14 @@ def saved_over_two_dimensions(rank, directory):
 
 def loaded_over_one(rank, directory):
     model = Transformerish()
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
     run = Run(model, ZenFlowAdamW(model.named_parameters(), lr=LR, **PRESETS["deferred"], max_grad_norm=1.0))
     load(run, directory)
     for call in range(8, CALLS):
-        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * call + rank))
-        model(batch).square().sum().backward()
+        model(drawn_batch(4, 10 * call + rank)).square().sum().backward()
         run.optimizer.step()
         run.optimizer.zero_grad()
     return run.flushed()
@@ -158,23 +156,24 @@ def interrupted(settings):
     run = Run.of("plain", settings)
     seen = [[*run.play(stop), run.flushed()] for stop in STOPS]
     run.optimizer.close()
-    return seen
+    return on_host(seen)
 
 
 @pytest.mark.parametrize("preset", ["deferred", "stallfree"])
-def test_after_a_flush_a_run_goes_on_over_another_number_of_ranks(one, two, four, tmp_path, preset):
-    """1 -> 2 -> 4 -> 1 ranks. Without a selection no bit changes; with one, channels are selected anew, and flushed weights are
+def test_after_a_flush_a_run_goes_on_over_another_number_of_ranks(route, tmp_path, preset):
+    """Without a selection no bit changes; with one, channels are selected anew, and flushed weights are
     AdamW's as ever."""
     settings, since, source = PRESETS[preset] | dict(channel_dim=1), 0, None
     expected = interrupted(settings)
-    for place, (ranks, stop) in enumerate(zip((one, two, four, one), STOPS, strict=True)):
+    saved_by = 1
+    for place, (ranks, stop) in enumerate(zip(route, STOPS, strict=True)):
         target = tmp_path / str(place)
-        seen = ranks.run(stage, "sharded", settings, source, place in (1, 2), since, stop, target)[0]
+        seen = ranks.run(stage, "sharded", settings, source, ranks.world > saved_by, since, stop, target)[0]
         if preset == "deferred":
             equal(seen, expected[place], f"part {place}")
         else:
             near(seen[-1:], expected[place][-1:])
-        since, source = stop, target
+        since, source, saved_by = stop, target, ranks.world
 
 
 def saved_mid_window(rank, directory):

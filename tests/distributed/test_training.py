@@ -5,9 +5,23 @@ import random
 import pytest
 import torch
 import torch.distributed as dist
-from nets import LR, PRESETS, WAYS, Mirror, Net, Run, Transformerish, drawn, gathered, in_two_dimensions, weights
+from nets import (
+    LR,
+    PRESETS,
+    WAYS,
+    Mirror,
+    Net,
+    Run,
+    Transformerish,
+    drawn,
+    drawn_batch,
+    gathered,
+    in_two_dimensions,
+    mesh_of,
+    weights,
+)
+from ranks import DEVICE, on_host
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stallfree import ZenFlowAdamW, load_checkpoint, save_checkpoint, to_adamw_state
@@ -65,7 +79,7 @@ def follows_adamw_in_two_dimensions(rank, settings):
     mirror = Mirror(optimizer)
     for call in range(CALLS):
         row = rank // 2  # ranks of one tensor-parallel group see the same batch
-        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * call + row))).square().sum().backward()
+        model(drawn_batch(4, 10 * call + row)).square().sum().backward()
         norm = mirror.step()
         optimizer.step()
         optimizer.zero_grad()
@@ -116,25 +130,27 @@ def near(actual, expected) -> None:
             torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_without_a_selection_the_number_of_ranks_changes_no_bit(two, four):
+def alone(settings):
+    return on_host(played(0, "plain", settings))
+
+
+@pytest.mark.parametrize("ranks, way", [("two", "sharded"), ("four", "sharded"), ("four", "hybrid")])
+def test_without_a_selection_the_number_of_ranks_changes_no_bit(request, ranks, way):
     """The same gradients on every rank: their mean is exact. Nothing is summed where nothing is clipped."""
-    expected = played(0, "plain", PRESETS["deferred"])
-    equal(two.run(played, "sharded", PRESETS["deferred"])[1], expected, "2 ranks")
-    equal(four.run(played, "sharded", PRESETS["deferred"])[3], expected, "4 ranks")
-    equal(four.run(played, "hybrid", PRESETS["deferred"])[2], expected, "2 x 2 ranks")
+    settings = PRESETS["deferred"]
+    equal(request.getfixturevalue(ranks).run(played, way, settings)[-1], alone(settings))
 
 
-def test_a_selection_is_the_same_on_any_number_of_ranks(two, four):
+@pytest.mark.parametrize("ranks", ["two", "four"])
+def test_a_selection_is_the_same_on_any_number_of_ranks(request, ranks):
     """Input columns are scored over all ranks. A table's rows are chosen by each rank among its own."""
     settings = PRESETS["stallfree"] | dict(channel_dim=1)
-    expected = played(0, "plain", settings)
-    equal(two.run(played, "sharded", settings)[0], expected, "2 ranks")
-    equal(four.run(played, "sharded", settings)[0], expected, "4 ranks")
+    equal(request.getfixturevalue(ranks).run(played, "sharded", settings)[0], alone(settings))
 
 
 def test_clipping_is_the_same_up_to_rounding(two):
     settings = PRESETS["stallfree"] | dict(channel_dim=1, max_grad_norm=1.0)
-    near(two.run(played, "sharded", settings)[0], played(0, "plain", settings))
+    near(two.run(played, "sharded", settings)[0], alone(settings))
 
 
 # 8: skips
@@ -228,14 +244,14 @@ def test_gradients_accumulate_and_are_clipped_as_usual(two, sync):
 def in_mixed_precision(rank, dtype):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model = Transformerish().to(dtype)
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = mesh_of()
     for layer in model.layers:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, **PRESETS["stallfree"])
     losses = []
     for _ in range(30):
-        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(rank))
+        x = drawn_batch(8, rank)
         loss = (model(x.to(torch.bfloat16)).float() - 1).square().mean()
         loss.backward()
         optimizer.step()
@@ -252,7 +268,7 @@ def test_mixed_precision_policies_work_with_any_type_of_shard(two, dtype):
 
 
 def refuses(rank):
-    plain = nn.Linear(4, 4)
+    plain = nn.Linear(4, 4, device=DEVICE)
     with pytest.raises(RuntimeError, match="fully_shard"):
         ZenFlowAdamW(plain.named_parameters(), lr=LR)
     with pytest.raises(RuntimeError, match=r"extra.*fully_shard"):

@@ -37,10 +37,7 @@ class LocalRunner:
         """Model, optimizer and warm-up."""
         host, machine, device = self._host(), psutil.virtual_memory().available, self._allocated()
         self._reset_peak()
-        model = build_model(self.config, self.settings, self.settings.device)
-        ids = random_batch(self.config, self.settings)
-        parameters = sum(param.numel() for param in model.parameters())
-        self.training = build_training(self.mode, model, ids, self.settings)
+        self.training, parameters = self._prepare()
         for _ in range(self.settings.warm_up if warm_up is None else warm_up):
             self.training.step()
         self._synchronize()
@@ -52,6 +49,13 @@ class LocalRunner:
             device_peak_bytes=torch.cuda.max_memory_allocated() - device if self.on_gpu else None,
             warming_up=self.training.warming_up,
         )
+
+    def _prepare(self) -> tuple[Training, int]:
+        """The mode, and how many parameters this process holds of its model."""
+        model = build_model(self.config, self.settings, self.settings.device)
+        ids = random_batch(self.config, self.settings)
+        parameters = sum(param.numel() for param in model.parameters())
+        return build_training(self.mode, model, ids, self.settings), parameters
 
     def round(self, steps: int) -> Round:
         """Some measured steps."""
