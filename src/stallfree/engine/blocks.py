@@ -210,7 +210,7 @@ def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block
     """
     share = min(config.block_numel, _numel(weights) // (2 * config.max_update_interval))
     blocks: list[list[Weight]] = []
-    for (_, dtype), layer in groupby(weights, lambda weight: (_layer(weight.name), weight.dtype)):
+    for (_, dtype), layer in groupby(weights, lambda weight: (layer_of(weight.name), weight.dtype)):
         for members in _up_to(config.block_numel, layer):
             if (
                 blocks
@@ -247,7 +247,7 @@ def _with_phases(blocks: list[Block], config: ZenFlowConfig) -> list[Block]:
     return blocks
 
 
-def _layer(name: str) -> str:
+def layer_of(name: str) -> str:
     """The name up to its first number: parameters of one layer share it."""
     found = re.match(r"(.*?\.)?\d+(?=\.)", name)
     return found.group(0) if found else ""

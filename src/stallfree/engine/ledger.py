@@ -9,19 +9,30 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-from stallfree.engine.sharding import PLAIN, shard_of, version_of
+from stallfree.engine.sharding import PLAIN, Param, part_in, shard_of, version_of
 
 
 class Written:
     """A parameter as it was seen last. Holding its memory keeps the allocator from giving the address to other contents."""
 
-    __slots__ = ("address", "memory", "param", "plain", "version")
+    __slots__ = ("address", "memory", "param", "part", "plain", "version")
 
     def __init__(self, param: nn.Parameter) -> None:
         shard = shard_of(param)
-        self.param, self.memory = param, shard.detach()
+        self.param: Param = param
+        self.memory = shard.detach()
         self.address, self.version = shard.data_ptr(), version_of(param)
-        self.plain = type(param) in PLAIN and param.is_contiguous()
+        self.part: Tensor | None = None if type(param) in PLAIN else part_in(param)  # in a DTensor
+        self.plain = shard.is_contiguous() and (self.part is None or shard is self.part)
+
+    def touched(self) -> bool:
+        """Whether somebody else has written it since, or put it elsewhere."""
+        param, part = self.param, self.part
+        if not self.plain or (part is not None and param._local_tensor is not part):
+            return self.version != version_of(param) or self.moved()
+        if part is None:
+            return self.version != param._version or self.address != param.data_ptr() or not param.is_contiguous()
+        return self.version != param._version + part._version or self.address != part.data_ptr() or not part.is_contiguous()
 
     def moved(self) -> bool:
         """Whether the parameter's memory is other memory now, or is read with other strides."""
@@ -51,7 +62,10 @@ class Ledger:
         """What all or some hold now was written by this engine since they were looked at."""
         some = self._entries.values() if params is None else [self._entries[id(param)] for param in params]
         for entry in some:
-            entry.version = entry.param._version if entry.plain else version_of(entry.param)
+            if entry.plain:
+                entry.version = entry.param._version + (0 if entry.part is None else entry.part._version)
+            else:
+                entry.version = version_of(entry.param)
 
     def untouched(self, params: Iterable[nn.Parameter]) -> bool:
         """Whether nobody else has written these since, in a way that torch notices."""
@@ -59,22 +73,12 @@ class Ledger:
 
     def touched(self) -> list[nn.Parameter]:
         """Those that somebody else has written since, or put elsewhere."""
-        return [
-            entry.param
-            for entry in self._entries.values()
-            if (
-                entry.version != entry.param._version
-                or entry.address != entry.param.data_ptr()
-                or not entry.param.is_contiguous()
-                if entry.plain
-                else entry.version != version_of(entry.param) or entry.moved()
-            )
-        ]
+        return [entry.param for entry in self._entries.values() if entry.touched()]
 
     def in_place(self, param: nn.Parameter) -> bool:
         """Whether a parameter's memory is where it was."""
-        address = self._entries[id(param)].address
-        return address == (param if type(param) in PLAIN else shard_of(param)).data_ptr()
+        entry = self._entries[id(param)]
+        return entry.address == (param if entry.part is None else shard_of(param)).data_ptr()
 
     def clear(self) -> None:
         """Let go of the memory, of a model that may move from now on."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from stallfree import planner
 from stallfree.config import ZenFlowConfig
 from stallfree.engine import weights
-from stallfree.engine.blocks import Block, Resident, build_blocks, check_trainable, classify
+from stallfree.engine.blocks import Block, Resident, build_blocks, check_trainable, classify, layer_of
 from stallfree.engine.channels import Channels
 from stallfree.engine.device import Layouts, SelectedState
 from stallfree.engine.hooks import Hooks
@@ -31,7 +31,7 @@ from stallfree.engine.ledger import Ledger
 from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
 from stallfree.engine.schedule import Clock
-from stallfree.engine.sharding import Agreement, RankSums, is_sharded, own_gradient
+from stallfree.engine.sharding import Agreement, RankSums, is_sharded
 from stallfree.engine.slots import SlotPool, gives_at_close, plan_slots
 from stallfree.engine.staging import Staging
 from stallfree.engine.transfer import link_to
@@ -147,11 +147,11 @@ class Engine:
         self.kinds = [*(group.kinds for group in self.groups), *((weight.kind,) for weight in self.channels.weights)]
         for param in trained:
             self.ledger.see(param)
-        for state in self.blocks[-len(blocks) :] if blocks else ():
+        sharded = [resident for group in residents for resident in group if is_sharded(resident.param)]
+        for state in self.blocks[len(self.blocks) - len(blocks) :]:
             self.hooks.watch_block(state)
-        if split:
-            for param in (resident.param for group in residents for resident in group if is_sharded(resident.param)):
-                self.hooks.watch(param, own_gradient)
+            layers = {layer_of(weight.name) for weight in state.block.weights}
+            state.residents = [resident.param for resident in sharded if layer_of(resident.name) in layers]
         self.agreement = Agreement([*self.residents, *self.weights])
         runs = [(weight.split, weight.channels) for weight in self.channels.weights]
         runs += [(weight.spread, 1) for weight in self.channels.weights] * 2

@@ -22,12 +22,17 @@ Groups = tuple[Any, ...]  # process groups of a mesh's dimensions, one after the
 
 PLAIN = {Tensor, nn.Parameter}  # asked for first: hooks and step() come by for every parameter
 
+_sharded_types: dict[type, bool] = dict.fromkeys(PLAIN, False)  # whether a type is DTensor's: asked all the time
 _stand_ins: Any = WeakIdKeyDictionary()  # by parameter
 
 
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor, which this asks without importing what would define it."""
-    return type(tensor) not in PLAIN and hasattr(type(tensor), "device_mesh")
+    kind = type(tensor)
+    answer = _sharded_types.get(kind)
+    if answer is None:
+        answer = _sharded_types[kind] = hasattr(kind, "device_mesh")
+    return answer
 
 
 def shard_of(param: Param) -> Tensor:
@@ -39,7 +44,8 @@ def shard_of(param: Param) -> Tensor:
     if type(param) in PLAIN or not is_sharded(param):
         plain: Tensor = param
         return plain
-    return _stand_in(param, param._local_tensor) if is_stand_in(param) else part_in(param)
+    local: Tensor = param._local_tensor
+    return local if local.numel() or not param.numel() else _stand_in(param, local)
 
 
 def part_in(param: Param) -> Tensor:
@@ -71,37 +77,35 @@ def gradient_of(param: Param) -> Tensor | None:
     if grad is None or type(param) in PLAIN or not is_sharded(param):
         plain: Tensor | None = grad
         return plain
-    if grad.placements != param.placements:
+    if grad._spec is not param._spec and grad.placements != param.placements:
         grad = param.grad = grad.redistribute(placements=param.placements)
     local: Tensor = grad._local_tensor
-    if hasattr(local, "wait"):  # a collective is under way
+    if type(local) is not Tensor and hasattr(local, "wait"):  # a collective is under way
         local = local.wait()
-    if is_stand_in(param) and type(local) is Tensor:
+    if type(local) is Tensor and not local.numel() and is_stand_in(param):
         return torch.zeros_like(shard_of(param))
     return local
 
 
-def set_gradient(param: Param, local: Tensor) -> Tensor:
-    """Put the rank's part of a gradient into `.grad`. Returns what stands there now."""
-    param.grad = grad = local if type(param) in PLAIN else whole(param, local)
-    return grad
-
-
-def keep_until_read(local: Tensor, param: Param) -> None:
-    """A gradient is about to be read on the current stream, and then let go of.
+def own_gradients(params: Iterable[Param]) -> None:
+    """Copy small gradients out of the buffers that they share with all others of their groups, so that these are free.
 
     fully_shard relies on gradients to outlive backward: their memory belongs to the stream of the reduce-scatter, which would
     use it again at once.
     """
-    if is_sharded(param) and local.is_cuda:
-        local.record_stream(torch.cuda.current_stream(local.device))
-
-
-def own_gradient(param: Param) -> None:
-    """Copy a small gradient out of the buffer that it shares with all others of its group, so that the buffer is free."""
-    if (local := gradient_of(param)) is not None and is_sharded(param) and not is_stand_in(param):
-        keep_until_read(local, param)
-        set_gradient(param, local.clone())
+    found = [(param, gradient_of(param)) for param in params if param.grad is not None and not is_stand_in(param)]
+    alike: dict[torch.dtype, list[tuple[Param, Tensor]]] = {}
+    for param, local in found:
+        if local is not None:
+            alike.setdefault(local.dtype, []).append((param, local))
+    for shared in alike.values():
+        if shared[0][1].is_cuda:
+            stream = torch.cuda.current_stream(shared[0][1].device)
+            for _, local in shared:
+                local.record_stream(stream)
+        copies = torch.cat([local.reshape(-1) for _, local in shared]).split([local.numel() for _, local in shared])
+        for (param, local), mine in zip(shared, copies, strict=True):
+            param.grad = whole(param, mine.view(local.shape))
 
 
 def whole(param: Param, local: Tensor) -> Tensor:
@@ -144,8 +148,10 @@ def _dtensor(spec: Any, local: Tensor, shape: torch.Size) -> Tensor:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._dtensor_spec import TensorMeta
 
-    stride = torch.empty(shape, device="meta").stride()
-    spec = replace(spec, tensor_meta=TensorMeta(shape, stride, local.dtype))
+    meta = spec.tensor_meta
+    if meta is None or meta.shape != shape or meta.dtype != local.dtype:  # seldom of a gradient
+        stride = torch.empty(shape, device="meta").stride()
+        spec = replace(spec, tensor_meta=TensorMeta(shape, stride, local.dtype))
     tensor: Tensor = DTensor(local, spec, requires_grad=False)
     return tensor
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from stallfree.engine import weights
 from stallfree.engine.blocks import Weight, describe
 from stallfree.engine.gradient import Staged, StagedGradient
-from stallfree.engine.sharding import gradient_of, keep_until_read, set_gradient, shard_of
+from stallfree.engine.sharding import gradient_of, is_sharded, own_gradients, shard_of, whole
 from stallfree.engine.window import BlockState, Early, WeightState
 from stallfree.kernels.windows import Call
 
@@ -33,6 +33,7 @@ class Staging:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._handles: dict[int, Tensor] = {}  # by id of the parameter: what stands in its .grad for what is staged
+        self._loose: list[nn.Parameter] = []  # sharded residents whose gradients lie among those of blocks staged already
         self._zeroed = False  # some handle has been, since the last call
         self._scaling: tuple[Tensor | None, Tensor | float, int, Tensor] | None = None  # the last product of `scaled`
 
@@ -97,6 +98,7 @@ class Staging:
                     self._not_ready(state)
             grads.append(grad)
         if not block.missing:
+            self._own_loose()
             self.stage(block, grads)
             engine = self.engine
             for arrived in engine.publishing.arrived(block) if block.finished else ():
@@ -104,6 +106,12 @@ class Staging:
                 if arrived.finished and engine.ledger.untouched(arrived.params):
                     engine.publishing.show_arrived(arrived)
                     engine.ledger.mark(arrived.params)
+
+    @torch.no_grad()
+    def _own_loose(self) -> None:
+        if self._loose:
+            own_gradients(self._loose)
+            self._loose = []
 
     @torch.no_grad()
     def stage(self, block: BlockState, grads: Sequence[Tensor | None]) -> None:
@@ -117,6 +125,7 @@ class Staging:
                 places.append(place)
         if not places:
             return
+        engine.link.hold(dense, shared=is_sharded(block.params[places[0]]))
         call = engine.clock.call + 1
         engine.turns += 1
         block.turn = engine.turns
@@ -126,16 +135,18 @@ class Staging:
             state = block.weights[place]
             state.staged = staged = Staged(state.weight, call, self)
             param = state.weight.param
-            self._handles[id(param)] = set_gradient(param, self._handle(state, staged))
+            self._handles[id(param)] = param.grad = self._handle(state, staged)
+        self._loose += block.residents
         if engine.config.update_in_backward and block.early is None:
             self._replay_early(block, [block.weights[place] for place in places])
 
-    def _handle(self, state: WeightState, staged: Staged) -> StagedGradient:
-        """What stands for a gradient: the last call's, if nobody has kept it."""
-        handle = state.handle
+    def _handle(self, state: WeightState, staged: Staged) -> Tensor:
+        """What stands for a gradient in `.grad`: what did in the last call, if nobody has kept it."""
+        handle, param = state.handle, state.weight.param
         if handle is None or getrefcount(handle) > 3:  # the state's reference, and those of this variable and this question
-            handle = state.handle = StagedGradient(staged)
-        handle.staged = staged
+            handle = state.handle = whole(param, StagedGradient(staged))
+        part: StagedGradient = handle if type(handle) is StagedGradient else handle._local_tensor  # type: ignore[attr-defined]
+        part.staged = staged
         return handle
 
     def _readable(self, weight: Weight, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -150,8 +161,6 @@ class Staging:
                 "call backward() on the sum"
             )
         engine.check_unmoved(param)
-        keep_until_read(grad, param)
-        engine.link.hold(grad)
         return grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
 
     def _fill(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
@@ -190,6 +199,7 @@ class Staging:
     def collect(self, params: Iterable[nn.Parameter]) -> None:
         """Make `.grad` and what is staged agree; refuse what cannot be used before anything changes."""
         engine, handles, residents = self.engine, self._handles, self.engine.resident_ids
+        self._own_loose()
         left, self._zeroed = self._zeroed, False  # whether anything is still to be staged, or has been discarded
         newcomers = []
         for param in params:

@@ -117,8 +117,11 @@ class Link:
     def follow(self) -> None:
         """Note that gradients are computed on the current stream: what uses them on another one will wait for it."""
 
-    def hold(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory, even if it is freed, until the current stream has read it."""
+    def hold(self, tensors: Sequence[Tensor | None], shared: bool) -> None:
+        """Keep tensors' memory, even if it is freed, until the current stream has read it.
+
+        shared: it belongs to another stream, as fully_shard's gradients do, which counts on them to outlive backward.
+        """
 
     @property
     def piece_bytes(self) -> int:
@@ -254,9 +257,12 @@ class DeviceLink(Link):
     def follow(self) -> None:
         self._computing()
 
-    def hold(self, tensor: Tensor) -> None:
-        if self._several:
-            self.streams.hold(tensor, self._computing())
+    def hold(self, tensors: Sequence[Tensor | None], shared: bool) -> None:
+        if self._several or shared:
+            stream = self._computing()
+            for tensor in tensors:
+                if tensor is not None:
+                    self.streams.hold(tensor, stream)
 
     @property
     def piece_bytes(self) -> int:

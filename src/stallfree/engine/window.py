@@ -11,7 +11,7 @@ from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import STATE, Block, Weight, describe
 from stallfree.engine.device import Division, SelectedState
 from stallfree.engine.exchange import Exchange
-from stallfree.engine.gradient import Staged, StagedGradient
+from stallfree.engine.gradient import Staged
 from stallfree.engine.host import HostState
 from stallfree.engine.schedule import BlockSchedule
 from stallfree.engine.slots import Slot, SlotPool
@@ -29,7 +29,7 @@ class WeightState:
         self.weight, self.block, self.place = weight, block, place
         self.host = HostState(weight, config)
         self.staged: Staged | None = None
-        self.handle: StagedGradient | None = None  # that stood for the gradient staged last
+        self.handle: Tensor | None = None  # that stood in `.grad` for the gradient staged last
         self.ready = False  # no further pass is expected before the next call
         self.expected = True  # a gradient is: there was one in the last call
         self.passes_seen = 0  # backward passes since the last call
@@ -137,6 +137,7 @@ class BlockState:
         self.scale = config.deferred_lr_scale
         self.names = ", ".join(describe(weight.name, weight.param) for weight in block.weights)  # for messages
         self.weights = [WeightState(weight, self, place, config) for place, weight in enumerate(block.weights)]
+        self.residents: list[nn.Parameter] = []  # sharded ones of the same layers
         self.exchange = Exchange(half, link, pool) if half.chosen.places else None
         self.host = HostBlock(
             weights=tuple(state.host.kept for state in self.weights),
