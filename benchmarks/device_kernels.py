@@ -24,8 +24,9 @@ import torch
 import triton
 from torch import Tensor
 
-from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, TorchBlock, Update, targets
+from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, Update, targets
 from stallfree.kernels.device import Hyper
+from stallfree.kernels.torch_block import TorchBlock
 from stallfree.kernels.triton import Tile, Tiling, TritonBlock
 
 HIDDEN, KEYS, INNER, VOCABULARY = 1536, 256, 8960, 151936

@@ -13,8 +13,9 @@ import torch
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.kernels import block_kernel
-from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, TorchBlock, targets
+from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, targets
 from stallfree.kernels.device import Hyper
+from stallfree.kernels.torch_block import TorchBlock
 
 # channels, length, axis, selected
 SHAPES = [

@@ -11,7 +11,7 @@ from torch import nn
 
 import stallfree.planner
 from stallfree import ZenFlowAdamW, ZenFlowConfig
-from stallfree.engine.transfer import Stalls
+from stallfree.engine.stalls import Stalls
 from stallfree.kernels.queue import QueueStats
 
 SETTINGS = dict(topk_ratio=0.25, full_warm_up_rounds=3, select_interval=10, min_numel=0, block_numel=1, staleness_budget=50.0)

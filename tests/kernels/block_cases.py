@@ -12,8 +12,9 @@ import torch
 if "triton" not in sys.modules and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from stallfree.kernels.block import BlockLayout, Part, Segment, TorchBlock, pieces, targets
+from stallfree.kernels.block import BlockLayout, Part, Segment, pieces, targets
 from stallfree.kernels.device import Hyper
+from stallfree.kernels.torch_block import TorchBlock
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 SENTINEL = 7.0  # in every element that a kernel must not write

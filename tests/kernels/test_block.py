@@ -6,7 +6,8 @@ from block_cases import BLOCKS, DTYPES, KERNELS, SENTINEL, Case, make_kernel, sa
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stallfree.kernels.block import BlockLayout, Segment, TorchBlock, pieces, targets
+from stallfree.kernels.block import BlockLayout, Segment, pieces, targets
+from stallfree.kernels.torch_block import TorchBlock
 
 
 @pytest.fixture(params=KERNELS)

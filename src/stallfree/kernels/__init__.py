@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stallfree.kernels.block import BlockKernel, TorchBlock
+from stallfree.kernels.block import BlockKernel
 from stallfree.kernels.queue import HostQueue, TorchQueue
 from stallfree.kernels.replay import HostKernel
+from stallfree.kernels.torch_block import TorchBlock
 
 
 def host_kernel(name: str, threads: int, cores: Sequence[int] | None) -> HostKernel:
