@@ -6,6 +6,7 @@
 
 import os
 import random
+import signal
 
 import hypothesis
 import pytest
@@ -19,6 +20,9 @@ COMMON = dict(deadline=None, print_blob=True, suppress_health_check=[hypothesis.
 hypothesis.settings.register_profile("fast", max_examples=60, derandomize="CI" in os.environ, **COMMON)
 hypothesis.settings.register_profile("ci", max_examples=400, **COMMON)
 hypothesis.settings.load_profile("fast")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell starts in the background: some tests press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 torch.set_num_threads(1)  # tensors are tiny here: threads would only wait for each other
 

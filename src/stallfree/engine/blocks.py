@@ -20,6 +20,7 @@ from stallfree.kernels.block import Segment
 
 ALIGNMENT = 64  # elements
 STATE = ("master", "exp_avg", "exp_avg_sq")  # AdamW's, of an element
+SHARES = 2  # of topk_ratio, for a rank that holds some of the channels: the best are not spread evenly
 TABLE_NAMES = re.compile(r"embed|wte|wpe|word_embeddings|lookup|lm_head", re.IGNORECASE)
 TABLE_ROWS, TABLE_RATIO = 8192, 8  # an unnamed parameter with that many rows, that many times its columns, is a table too
 
@@ -191,7 +192,8 @@ def classify(
             channels = _channels(param, axis)
             if round(config.topk_ratio * channels) < channels:
                 here = _channels(shard_of(param), axis)
-                selected = min(round(config.topk_ratio * here), here - 1)
+                share = config.topk_ratio * (1 if here == channels else SHARES)
+                selected = min(round(share * here), here - 1)
                 weights.append(Weight(param, name, axis, selected, first_key + len(weights)))
                 continue
         residents.append(Resident(param, name))
