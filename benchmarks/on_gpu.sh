@@ -5,6 +5,8 @@
 #   benchmarks/on_gpu.sh OUT kernels            the kernels' tests
 #   benchmarks/on_gpu.sh OUT sanitize           compute-sanitizer over the kernels and a few steps
 #   benchmarks/on_gpu.sh OUT launches           launches per second, with and without Triton's own way
+#   benchmarks/on_gpu.sh OUT replay             the host's replay: 1 to 16 threads, S of 1 to 8, fp32 and bf16 moments
+#   benchmarks/on_gpu.sh OUT peers              DeepSpeed's CPU Adam, compiled beforehand: a minute that `step` need not take
 #   benchmarks/on_gpu.sh OUT soak               5,000 steps of a small model with saves
 #   benchmarks/on_gpu.sh OUT step NAME ARGS...  `stallfree bench step ARGS... --output OUT/NAME.json`
 #   benchmarks/on_gpu.sh OUT ranks              the tests of ranks with NCCL, on as many GPUs as there are
@@ -40,6 +42,14 @@ case $part in
     done
     ;;
   launches) python3 benchmarks/launches.py | tee "$out/launches.txt" ;;
+  replay)
+    python3 benchmarks/replay.py --threads 1 2 4 8 12 16 --rounds 3 --no-adamw --model --output "$out/replay.json" |
+      tee "$out/replay.txt"
+    ;;
+  peers)
+    TORCH_CUDA_ARCH_LIST=9.0 python3 -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' \
+      > "$out/peers.txt" 2>&1 || tail -3 "$out/peers.txt"
+    ;;
   soak) python3 benchmarks/soak.py --device cuda --steps 5000 | tee "$out/soak.txt" ;;
   step)
     name=$1

@@ -23,7 +23,7 @@ CALLS = 8  # that a measurement is made of
 APART = 64  # calls between two decisions at least
 CHANGED = 0.15  # by how much a time has to change to be decided upon again
 TOGETHER = 16  # calls after which several ranks compare what they want: each time waits for the device
-LEAD = 0.25  # of the blocks: a device with less still to do than that waits for the launching thread
+LEAD = 0.5  # of the blocks: a device with less still to do than that waits for the launching thread
 PAUSE = 3  # times the usual time of a call: something else went on in between, an evaluation, say
 
 logger = logging.getLogger("stallfree")
