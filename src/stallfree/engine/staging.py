@@ -27,6 +27,14 @@ if TYPE_CHECKING:
 NOWHERE: AbstractContextManager[None] = nullcontext()
 
 
+def _references(holder: list[object]) -> int:
+    held = holder[0]
+    return getrefcount(held)
+
+
+ALONE = _references([object()])  # what Python counts for what one attribute and one variable hold
+
+
 class Staging:
     """Stages gradients of one engine, and answers for what is staged (the `Owner` of handles)."""
 
@@ -143,7 +151,7 @@ class Staging:
     def _handle(self, state: WeightState, staged: Staged) -> Tensor:
         """What stands for a gradient in `.grad`: what did in the last call, if nobody has kept it."""
         handle, param = state.handle, state.weight.param
-        if handle is None or getrefcount(handle) > 3:  # the state's reference, and those of this variable and this question
+        if handle is None or getrefcount(handle) > ALONE:
             handle = state.handle = whole(param, StagedGradient(staged))
         part: StagedGradient = handle if type(handle) is StagedGradient else handle._local_tensor  # type: ignore[attr-defined]
         part.staged = staged
