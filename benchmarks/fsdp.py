@@ -248,7 +248,7 @@ def is_peer(mode: Mode) -> bool:
 
 
 def say(text: str) -> None:
-    """On rank 0, at once: the machine may be gone the next moment."""
+    """On rank 0, at once, so that an interrupted run has it."""
     if dist.get_rank() == 0:
         print(text, flush=True)
 

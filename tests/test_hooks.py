@@ -105,3 +105,43 @@ def test_hooks_of_others_stay_and_none_is_left_over():
     optimizer.close()
     assert len(weight._post_accumulate_grad_hooks) == 1
     assert model.parts[2].weight._post_accumulate_grad_hooks is None
+
+
+def test_weights_whose_gradients_come_on_several_streams_are_all_watched():
+    """Who waits for the stream of one has not waited for the others'."""
+    model = Branches()
+    optimizer = ZenFlowAdamW(model.named_parameters(), config=ZenFlowConfig(**SETTINGS))
+    streams, turn = {"alike": lambda: 7, "apart": lambda: next(turn)}, iter(range(1000))
+    watched = {}
+    for name, follow in (("apart", streams["apart"]), ("alike", streams["alike"])):
+        optimizer.engine.link.follow = follow
+        for t in range(8):
+            model.loss([0, 1, 2], t).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        watched[name] = len(optimizer.engine.hooks)
+    assert watched == {"apart": 3, "alike": 1}
+    optimizer.engine.link.follow = lambda: (
+        8
+    )  # another stream than before: this call is left to step(), and all are watched again
+    model.loss([0, 1, 2], 0).backward()
+    assert all(state.staged is None for state in optimizer.engine.weights.values())
+    optimizer.step()
+    assert len(optimizer.engine.hooks) == 3
+    optimizer.close()
+
+
+def test_a_refused_step_does_not_forget_that_a_gradient_was_zeroed():
+    first, second = (nn.Parameter(torch.ones(6, 6)) for _ in range(2))
+    optimizer = ZenFlowAdamW([first, second], lr=0.1, weight_decay=0.0, topk_ratio=0.0, update_interval=1, lag=0, min_numel=0)
+    (first.sum() + second.sum()).backward()
+    first.grad.zero_()
+    mine, second.grad = second.grad, torch.ones(6, 6).to_sparse()
+    with pytest.raises(TypeError, match="sparse"):
+        optimizer.step()
+    second.grad = mine
+    optimizer.step()
+    optimizer.flush()
+    assert torch.equal(first.detach(), torch.ones(6, 6))
+    assert not torch.equal(second.detach(), torch.ones(6, 6))
+    optimizer.close()

@@ -80,8 +80,9 @@ def test_a_publish_during_backward_overwrites_nothing_that_was_written_before(mo
         check_writes(torch.device("cpu"), history, data)
 
 
+@pytest.mark.parametrize("kind", ["copy_", "data"])
 @pytest.mark.parametrize("t", range(1, 7))
-def test_what_was_written_stands_until_the_next_step(monkeypatch, t):
+def test_what_was_written_stands_until_the_next_step(monkeypatch, t, kind):
     """Also where what is due is shown during backward."""
     use(monkeypatch)
     history = History(
@@ -90,7 +91,10 @@ def test_what_was_written_stands_until_the_next_step(monkeypatch, t):
     player = Player(history, torch.device("cpu"))
     player.play(t)
     for p in player.params:
-        overwrite(p, "copy_", t)
+        if kind == "data":  # other memory, of which no version tells
+            p.data = torch.full_like(p.data, 0.5)
+        else:
+            overwrite(p, kind, t)
     wrote = player.weights()
     player.backward()
     assert_identical([player.weights()], [wrote])

@@ -68,7 +68,7 @@ def test_commands_arrive_as_they_were_given(fake):
 @pytest.mark.parametrize("place", range(4))
 def test_the_first_that_fails_is_the_last_and_is_named(fake, place):
     fake.fails_at = place
-    name = ("cuStreamWriteValue32", "cuStreamWaitValue32", "cuLaunchKernel", "cuMemcpyAsync")[place]
+    name = ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2", "cuLaunchKernel", "cuMemcpyAsync")[place]
     with pytest.raises(RuntimeError, match=rf"{name} failed: .* \(719\)"):
         driver.run(*COMMANDS)
     assert fake.calls == CALLS[: place + 1]

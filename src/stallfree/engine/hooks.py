@@ -27,6 +27,7 @@ class Hooks:
         self._handles: dict[int, tuple[nn.Parameter, Any]] = {}  # by id of the parameter
 
     def __len__(self) -> int:
+        """How many there are: for tests."""
         return len(self._handles)
 
     def watch(self, param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
@@ -50,7 +51,7 @@ class Hooks:
         if handle is not None:
             handle.remove()
             if not param._post_accumulate_grad_hooks:
-                setattr(param, "_post_accumulate_grad_hooks", None)  # noqa: B010 (an empty list is gone through, too)
+                setattr(param, "_post_accumulate_grad_hooks", None)  # noqa: B010 (as before the first hook)
 
     def after_call(self, block: BlockState) -> None:
         """Watch more or fewer weights, after what the call has shown."""
@@ -60,7 +61,7 @@ class Hooks:
         elif block.watched is None and block.last is not None:
             block.alike = block.alike + 1 if block.last is block.last_before else 0
             block.last_before = block.last
-            if block.alike >= ALIKE:
+            if block.alike >= ALIKE and block.on_one_stream:
                 block.watched = block.last
                 for state in block.weights:
                     if state is not block.watched:

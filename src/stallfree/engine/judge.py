@@ -57,8 +57,8 @@ class Judge:
         factors = clip if scales is None else clip * scales
         assert self._records is not None
         values, slot = (records[engine.clock.call % len(records)] for records in self._records)
-        parts = [skip.float().view(1), factors.expand(len(engine.weights)), clip.expand(len(engine.residents))]
-        torch.cat(parts, out=values)
+        record = [skip.float().view(1), factors.expand(len(engine.weights)), clip.expand(len(engine.residents))]
+        torch.cat(record, out=values)
         if staged and engine.config.topk_ratio:
             channels.update_scores(scales, present, engine.config.score_decay, skip)
         engine.meter.judge(norm, [gradient.weight for gradient in staged], summed)

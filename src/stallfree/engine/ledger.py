@@ -68,8 +68,8 @@ class Ledger:
                 entry.version = version_of(entry.param)
 
     def untouched(self, params: Iterable[nn.Parameter]) -> bool:
-        """Whether nobody else has written these since, in a way that torch notices."""
-        return all(self._entries[id(param)].version == version_of(param) for param in params)
+        """Whether nobody else has written these since, in a way that torch notices, or put them elsewhere."""
+        return not any(self._entries[id(param)].touched() for param in params)
 
     def touched(self) -> list[nn.Parameter]:
         """Those that somebody else has written since, or put elsewhere."""

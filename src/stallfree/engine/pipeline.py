@@ -196,7 +196,7 @@ class Engine:
 
     def _update(self, hypers: Hypers) -> None:
         self.link.follow()
-        self.link.rejoin(at_once=self.config.lag == 0)  # a division that a call ends may be read until the next
+        self.link.rejoin(at_once=self.config.lag == 0)  # what runs beside may read what a call drops until the next one
         present = [group.gather() for group in self.groups]
         skip, factors, record = self.judge(self.channels.add_up(self._sums, [group.norm() for group in self.groups]))
         self.publishing.publish_due(self.blocks, self.clock.call)

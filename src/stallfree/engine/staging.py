@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from sys import getrefcount
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +51,11 @@ class Staging:
         """After each accumulation into a weight's `.grad`."""
         if self.engine.delay:
             self.engine.lose_time("hook")
-        self.engine.link.follow()
-        block = state.block
+        block, stream, before = state.block, self.engine.link.follow(), state.stream
+        state.stream = stream
+        if block.watched is state and stream != before:  # the others' streams are not known: step() is behind all of them
+            block.surprised = True
+            return
         state.passes_seen += 1
         if type(gradient_of(state.weight.param)) is StagedGradient:  # it was added to what is staged already
             return
@@ -151,10 +154,12 @@ class Staging:
     def _handle(self, state: WeightState, staged: Staged) -> Tensor:
         """What stands for a gradient in `.grad`: what did in the last call, if nobody has kept it."""
         handle, param = state.handle, state.weight.param
-        if handle is None or getrefcount(handle) > ALONE:
-            handle = state.handle = whole(param, StagedGradient(staged))
-        part: StagedGradient = handle if type(handle) is StagedGradient else handle._local_tensor  # type: ignore[attr-defined]
-        part.staged = staged
+        if handle is not None and getrefcount(handle) <= ALONE:
+            part: Any = handle if type(handle) is StagedGradient else getattr(handle, "_local_tensor")  # noqa: B009
+            if part is handle or getrefcount(part) <= ALONE:
+                part.staged = staged
+                return handle
+        handle = state.handle = whole(param, StagedGradient(staged))
         return handle
 
     def _readable(self, weight: Weight, grad: Tensor, dtype: torch.dtype) -> Tensor:
@@ -208,7 +213,7 @@ class Staging:
         """Make `.grad` and what is staged agree; refuse what cannot be used before anything changes."""
         engine, handles, residents = self.engine, self._handles, self.engine.resident_ids
         self._own_loose()
-        left, self._zeroed = self._zeroed, False  # whether anything is still to be staged, or has been discarded
+        left = self._zeroed  # whether anything is still to be staged, or has been discarded
         newcomers = []
         for param in params:
             grad = param.grad
@@ -250,6 +255,7 @@ class Staging:
     def forget(self) -> None:
         """After a call, which has consumed what was staged."""
         self._handles.clear()
+        self._zeroed = False
 
     def _check_mine(self, param: nn.Parameter, staged: Staged) -> None:
         """Refuse a handle that does not stand for the parameter's current gradient."""
@@ -306,7 +312,7 @@ class Staging:
     @torch.no_grad()
     def scaled(self, factor: Tensor | None, by: Tensor | float) -> Tensor:
         """The product. Clipping multiplies all gradients by the same number, which is done once."""
-        version = by._version if isinstance(by, Tensor) else 0
+        version = by._version if isinstance(by, Tensor) and not by.is_inference() else 0
         last = self._scaling
         if last is not None and last[0] is factor and last[1] is by and last[2] == version:
             return last[3]

@@ -20,8 +20,9 @@ class Stalls:
         self._pairs: deque[tuple[int, Event, Event]] = deque(maxlen=PAIRS)  # call, begin and end on the device
 
     def add(self, seconds: float) -> None:
-        self._seconds[0] += seconds
-        self._seconds[2] += seconds
+        with self._lock:
+            self._seconds[0] += seconds
+            self._seconds[2] += seconds
 
     def add_pair(self, begin: Event, end: Event) -> None:
         """Read later. The oldest are forgotten if nobody reads them and the device is far behind."""
@@ -30,8 +31,9 @@ class Stalls:
             self._read_oldest()
 
     def finish_call(self) -> None:
-        self._seconds[1:] = self._seconds[2], 0.0
-        self._call += 1
+        with self._lock:
+            self._seconds[1:] = self._seconds[2], 0.0
+            self._call += 1
 
     def so_far(self) -> float:
         """Seconds in all, as far as they are known without waiting."""

@@ -1,4 +1,4 @@
-"""The CUDA operations behind a `DeviceLink`: two copy streams, and timelines that order them, computation and the host.
+"""The CUDA operations behind a `DeviceLink`: streams beside computation, and timelines that order all of them and the host.
 
 They go to the driver directly (`kernels/driver.py`), and allocate nothing.
 """
@@ -102,7 +102,7 @@ class Event:
 
 
 class Streams:
-    """One device's copy streams, `to_host` and `to_device`, beside the stream that computes."""
+    """One device's streams besides the one that computes: for copies `to_host` and `to_device`, and for kernels `beside` it."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -63,8 +63,12 @@ class Link:
         """Whatever enqueues copies does so inside."""
         return nullcontext()
 
-    def follow(self) -> None:
-        """Note that gradients are computed on the current stream: what uses them on another one will wait for it."""
+    def follow(self) -> int:
+        """Note that gradients are computed on the current stream: what uses them on another one will wait for it.
+
+        Returns a number of that stream.
+        """
+        return 0
 
     def hold(self, tensors: Sequence[Tensor | None], shared: bool) -> None:
         """Keep tensors' memory, even if it is freed, until the current stream has read it.
@@ -144,7 +148,7 @@ class Link:
 
     @contextmanager
     def up(self, source: Tensor, work: Point | None, arrival: Arrival | None = None) -> Iterator[Tensor]:
-        """A device copy of host memory once host work is done, unless it was begun early."""
+        """A device copy of host memory once host work is done. On a GPU it has been begun."""
         if work is not None:
             self.wait(work)
         self._count(up=source.nbytes)
@@ -203,8 +207,10 @@ class DeviceLink(Link):
     def device_guard(self) -> AbstractContextManager[object]:
         return self.streams.device_guard()
 
-    def follow(self) -> None:
+    def follow(self) -> int:
         self._computing()
+        assert self._handle is not None
+        return self._handle
 
     def hold(self, tensors: Sequence[Tensor | None], shared: bool) -> None:
         if self._several or shared:
@@ -320,12 +326,13 @@ class DeviceLink(Link):
 
     @contextmanager
     def up(self, source: Tensor, work: Point | None, arrival: Arrival | None = None) -> Iterator[Tensor]:
-        stream = self._computing()
-        arrival = arrival or self.begin_up(source, work)
         assert arrival is not None, "the staging memory is full of copies that nobody has used"
+        stream = self._computing()
         self._stall(stream, arrival.point, self.stalls)
-        yield arrival.share.rows(source.dtype)
-        arrival.share.used = self._raise(stream, self._computed)
+        try:
+            yield arrival.share.rows(source.dtype)
+        finally:
+            arrival.share.used = self._raise(stream, self._computed)
 
     def begin_return(self, target: Tensor, source: Tensor, work: Point | None) -> Point:
         return self._copy_up(target, source, work)

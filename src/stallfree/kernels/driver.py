@@ -18,7 +18,9 @@ import torch
 from stallfree.kernels.native import load_library
 
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
-_WRITE, _WAIT, _COPY, _LAUNCH = range(4)
+_WRITE, _WAIT, _COPY, _LAUNCH = range(4)  # places in RUN
+RUN = ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2", "cuMemcpyAsync", "cuLaunchKernel")  # by the native library
+MOST_PARAMETERS = 128  # of a kernel (native/driver_calls.cpp)
 
 Command = tuple[int, ...]
 
@@ -53,8 +55,7 @@ def run(*commands: Command) -> None:
         words = words[result >> 16 :]
         result = library.stallfree_driver_run(_layout(len(words)).pack(*words), len(words), table)
     if result:
-        names = ("cuStreamWriteValue32", "cuStreamWaitValue32", "cuMemcpyAsync", "cuLaunchKernel")
-        raise failed(names[words[result >> 16]], result & 0xFFFF)
+        raise failed(RUN[words[result >> 16]], result & 0xFFFF)
 
 
 def call(name: str, *arguments: Any) -> None:
@@ -123,8 +124,8 @@ def _layout(words: int) -> Struct:
 @cache
 def _runner() -> tuple[ctypes.CDLL, Any]:
     """The library, and its table of functions (struct Functions of native/driver_calls.cpp)."""
-    addresses = [ctypes.cast(functions()[name], _HANDLE).value for name in list(_FUNCTIONS)[:4]]
-    return runs_commands(load_library()), (_HANDLE * 4)(*addresses)
+    addresses = [ctypes.cast(functions()[name], _HANDLE).value for name in RUN]
+    return runs_commands(load_library()), (_HANDLE * len(RUN))(*addresses)
 
 
 def runs_commands(library: ctypes.CDLL) -> ctypes.CDLL:

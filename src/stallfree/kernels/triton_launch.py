@@ -113,7 +113,7 @@ def code_of(compiled: Any, programs: int, integers: int) -> Code | None:
     if any(getattr(metadata, name, None) for name in unusual) or getattr(metadata, "num_ctas", 1) != 1:
         return None
     sizes = driver.parameter_sizes(function)
-    if sizes is None or set(sizes) != {8} or not integers <= len(sizes) <= integers + 2:
+    if sizes is None or set(sizes) != {8} or not integers <= len(sizes) <= min(integers + 2, driver.MOST_PARAMETERS):
         return None
     return Code(function, programs, 32 * warps, shared, (0,) * (len(sizes) - integers))
 
