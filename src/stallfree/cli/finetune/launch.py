@@ -46,7 +46,7 @@ def launch(count: int, arguments: Sequence[str], program: str = PROGRAM) -> int:
                 environment = _environment(rank, count, store.port) | {LAUNCHER: str(theirs)}
                 # Sessions of their own: a Ctrl-C reaches this process, and the ranks through it.
                 ranks.append(subprocess.Popen(command, env=environment, pass_fds=[theirs], start_new_session=True))
-            return _watch(ranks, store, received)
+            return _watch(ranks, store, received) or (128 + received[0] if len(ranks) < count else 0)
     finally:
         os.close(theirs)
         os.close(ours)
