@@ -42,6 +42,8 @@ def launch(count: int, arguments: Sequence[str], program: str = PROGRAM) -> int:
     try:
         with _passing_on(ranks) as received:
             for rank in range(count):
+                if received:  # what is started now would not get the signal
+                    break
                 command = [sys.executable, "-c", program, *arguments]
                 environment = _environment(rank, count, store.port) | {LAUNCHER: str(theirs)}
                 # Sessions of their own: a Ctrl-C reaches this process, and the ranks through it.

@@ -10,7 +10,7 @@ import json
 import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -108,10 +108,11 @@ def _complete(aside: Path, run: dict[str, Any]) -> None:
     directory = aside.parent
     aside.rename(directory / aside.name.replace(".saving", "checkpoint"))
     sync(directory)
-    for path in layout.checkpoints(directory)[:-KEEP]:
-        gone = directory / f".removing-{path.name}"
-        path.rename(gone)  # first, so that a process that dies here leaves no half checkpoint
-        shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):  # the new one is there; the next save tries again
+        for path in layout.checkpoints(directory)[:-KEEP]:
+            gone = directory / f".removing-{path.name}"
+            path.rename(gone)  # first, so that a process that dies here leaves no half checkpoint
+            shutil.rmtree(gone, ignore_errors=True)
 
 
 def _on_first(ranks: Ranks, do: Callable[[], Result]) -> Result:
