@@ -37,8 +37,9 @@ FIXED = (
 HEADER = ("version", "config", "clock", "block", "place")
 WEIGHT = ("channel_dim", "phase")
 ADAMW = (*STATE, "step")
-IN_FLIGHT = ("published", "score", "selected", "schedule", "passes", "slots", "windows")
+IN_FLIGHT = ("published", "score", "selected", "schedule", "passes", "usual", "slots", "windows")
 SCHEDULE = ("interval", "last_selection")
+USUAL = ("expected", "watched", "last", "alike", "regular", "turn")
 SLOT, GRADIENT = ("call", "hyper"), ("skipped", "factor", "grad")
 WINDOW = ("due", "call", "deferred", "published", "hands_over", "dropped")
 
@@ -224,6 +225,7 @@ def _check_shape(item: Resident | Weight, tensor: Tensor, shape: Sequence[int], 
 def _check_in_flight(weight: Weight, saved: Entry) -> None:
     _require(weight, saved, IN_FLIGHT)
     _require(weight, saved["schedule"], SCHEDULE, "schedule.")
+    _require(weight, saved["usual"], USUAL, "usual.")
     _check_shape(weight, saved["published"], weight.shape, "published")
     for key in ("step", "score"):
         _check_shape(weight, saved[key], (weight.channels,), key)

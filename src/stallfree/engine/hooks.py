@@ -61,12 +61,17 @@ class Hooks:
         elif block.watched is None and block.last is not None:
             block.alike = block.alike + 1 if block.last is block.last_before else 0
             block.last_before = block.last
-            if block.alike >= ALIKE and block.on_one_stream:
-                block.watched = block.last
-                for state in block.weights:
-                    if state is not block.watched:
-                        self.unwatch(state.weight.param)
+            # In a later pass of several, a gradient that is there may be an earlier pass's.
+            if block.alike >= ALIKE and block.on_one_stream and all(state.passes_seen <= 1 for state in block.weights):
+                self.watch_alone(block, block.last)
         block.last = None
+
+    def watch_alone(self, block: BlockState, watched: WeightState) -> None:
+        """Watch one weight of a block, instead of all."""
+        block.watched = watched
+        for state in block.weights:
+            if state is not watched:
+                self.unwatch(state.weight.param)
 
     def close(self) -> None:
         for param, _ in list(self._handles.values()):

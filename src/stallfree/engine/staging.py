@@ -10,9 +10,11 @@ from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from stallfree.engine import weights
 from stallfree.engine.blocks import Weight, describe
@@ -53,7 +55,8 @@ class Staging:
             self.engine.lose_time("hook")
         block, stream, before = state.block, self.engine.link.follow(), state.stream
         state.stream = stream
-        if block.watched is state and stream != before:  # the others' streams are not known: step() is behind all of them
+        elsewhere = before is not None and stream != before
+        if block.watched is state and elsewhere:  # the others may be anywhere: step() is behind all of them
             block.surprised = True
             return
         state.passes_seen += 1
@@ -116,6 +119,7 @@ class Staging:
                 # Weights that were written from outside keep what is in them, until step() notices.
                 if arrived.finished and engine.ledger.untouched(arrived.params):
                     engine.publishing.show_arrived(arrived)
+                    increment_version(arrived.block.shards)  # a graph that still needs what was there is refused by torch
                     engine.ledger.mark(arrived.params)
 
     @torch.no_grad()
@@ -154,9 +158,9 @@ class Staging:
     def _handle(self, state: WeightState, staged: Staged) -> Tensor:
         """What stands for a gradient in `.grad`: what did in the last call, if nobody has kept it."""
         handle, param = state.handle, state.weight.param
-        if handle is not None and getrefcount(handle) <= ALONE:
+        if handle is not None and getrefcount(handle) <= ALONE and not getweakrefcount(handle):
             part: Any = handle if type(handle) is StagedGradient else getattr(handle, "_local_tensor")  # noqa: B009
-            if part is handle or getrefcount(part) <= ALONE:
+            if len(part.__dict__) == 1 and (part is handle or getrefcount(part) <= ALONE):  # nothing hangs on it but `staged`
                 part.staged = staged
                 return handle
         handle = state.handle = whole(param, StagedGradient(staged))
@@ -250,7 +254,8 @@ class Staging:
     def _stands(self, state: WeightState) -> bool:
         """Whether what is staged of a weight is all there is to it."""
         param = state.weight.param
-        return state.staged is not None and param.grad is self._handles.get(id(param)) and not state.staged.zero
+        grad = param.grad
+        return state.staged is not None and grad is not None and grad is self._handles.get(id(param)) and not state.staged.zero
 
     def forget(self) -> None:
         """After a call, which has consumed what was staged."""
@@ -349,6 +354,8 @@ class Staging:
             self._fill(block, [state.place], grads)
         staged.factor, staged.zero, staged.consumed, staged.call = None, False, False, call
         state.staged = staged
+        if (handle := staged.weight.param.grad) is not None:
+            self._handles[id(staged.weight.param)] = handle
 
     def full_gradient(self, staged: Staged) -> Tensor:
         """The plain gradient of a handle: a device tensor of the shard's shape. Waits for its copy."""

@@ -119,6 +119,14 @@ def _export_weight(block: BlockState, state: WeightState) -> Entry:
             "last_selection": block.schedule.last_selection,
         },
         "passes": state.passes_expected,
+        "usual": {  # what the next backward pass is compared with
+            "expected": state.expected,
+            "watched": block.watched is state,
+            "last": block.last_before is state,
+            "alike": block.alike,
+            "regular": block.regular,
+            "turn": block.turn,
+        },
         "in_flight": bool(block.open or block.queue),
     }
     own: Entry = {
@@ -236,7 +244,10 @@ def _load_resident(resident: ResidentState, saved: Entry) -> None:
 
 def _load_block(engine: Engine, block: BlockState, entries: list[Entry]) -> None:
     block.expect()
-    block.regular = False  # nothing is known of the last call
+    block.regular, block.watched, block.last, block.last_before, block.alike = False, None, None, None, 0
+    engine.hooks.watch_block(block)  # until it is known how gradients come
+    for state in block.weights:
+        state.stream = None
     block.schedule = BlockSchedule(entries[0]["phase"])
     if not engine.clock.call:
         block.reset()
@@ -249,6 +260,19 @@ def _load_block(engine: Engine, block: BlockState, entries: list[Entry]) -> None
         block.open.append(_load_call(engine, block, slots))
     for parts in zip(*(saved["windows"] for saved in entries), strict=True):
         block.queue.append(_load_window(block, parts))
+    _load_usual(engine, block, [saved["usual"] for saved in entries])
+
+
+def _load_usual(engine: Engine, block: BlockState, entries: list[dict[str, Any]]) -> None:
+    """How gradients have come lately: it decides what is published during backward, and so what a surprise would read."""
+    block.alike, block.regular, block.turn = (entries[0][name] for name in ("alike", "regular", "turn"))
+    for state, saved in zip(block.weights, entries, strict=True):
+        state.expected = saved["expected"]
+        if saved["last"]:
+            block.last_before = state
+        if saved["watched"]:
+            engine.hooks.watch_alone(block, state)
+    block.missing = sum(state.expected for state in block.weights)
 
 
 def _load_half(block: BlockState, entries: list[Entry]) -> None:

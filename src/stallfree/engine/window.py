@@ -32,7 +32,7 @@ class WeightState:
         self.handle: Tensor | None = None  # that stood in `.grad` for the gradient staged last
         self.ready = False  # no further pass is expected before the next call
         self.expected = True  # a gradient is: there was one in the last call
-        self.stream = 0  # that its gradient was computed on, when it was watched last
+        self.stream: int | None = None  # that its gradient was computed on, when it was watched last
         self.passes_seen = 0  # backward passes since the last call
         self.passes_expected: int | None = None  # learned from the last call that had any
         self.restored: Tensor | None = None  # what load_state_dict wrote, until the next call
