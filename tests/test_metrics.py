@@ -1,5 +1,7 @@
 """The numbers `metrics()` reports are true."""
 
+import copy
+
 import pytest
 import torch
 from histories import backward
@@ -136,3 +138,25 @@ def test_nothing_moves_when_the_device_does_it_all(device):
     assert optimizer.metrics()["bytes_up_total"] == 0
     assert optimizer.metrics()["bytes_down_total"] <= 8 * 64  # the skip flag and the clip factor
     optimizer.close()
+
+
+def test_skipped_calls_are_counted_on_after_a_resume(device):
+    def trained(count, before=None):
+        p = torch.nn.Parameter(torch.ones(8, 8, device=device))
+        optimizer = ZenFlowAdamW([("some.weight", p)], **SETTINGS)
+        if before is not None:
+            optimizer.load_state_dict(copy.deepcopy(before))
+        for t in range(count):
+            p.grad = torch.full_like(p, torch.nan if t == 1 else 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        skips = {name: optimizer.metrics()[name] for name in ("skipped_steps", "last_skipped_call", "last_skipped_kinds")}
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.close()
+        return skips, state
+
+    first, state = trained(4)
+    assert first == {"skipped_steps": 1, "last_skipped_call": 2, "last_skipped_kinds": ["some"]}
+    assert trained(0, state)[0] == first
+    assert trained(1, state)[0] == first
+    assert trained(3, state)[0] == first | {"skipped_steps": 2, "last_skipped_call": 6}

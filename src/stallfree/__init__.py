@@ -1,6 +1,6 @@
 """Stallfree: train models whose optimizer state does not fit on the GPU, without letting the GPU wait."""
 
-from stallfree.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
+from stallfree.checkpoints import CheckpointError, NoCheckpointError, load_checkpoint, save_checkpoint
 from stallfree.config import PRESETS, ZenFlowConfig
 from stallfree.convert import export_model, from_adamw_state, to_adamw_state
 from stallfree.engine.blocks import channel_dims
@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 __all__ = [
     "PRESETS",
     "CheckpointError",
+    "NoCheckpointError",
     "ZenFlowAdamW",
     "ZenFlowConfig",
     "channel_dims",

@@ -159,6 +159,11 @@ def export_model(model: Any, optimizer: ZenFlowAdamW, directory: str | Path, *, 
     >>> export_model(model, optimizer, "my-model", tokenizer=tokenizer)  # doctest: +SKIP
     >>> AutoModelForCausalLM.from_pretrained("my-model")  # doctest: +SKIP
     """
+    if not hasattr(model, "save_pretrained"):
+        raise TypeError(
+            f"{type(model).__name__} is no Transformers model: save its exact weights with torch.save(model.state_dict(), ...) "
+            "inside optimizer.exact_weights()"
+        )
     with optimizer.exact_weights():
         write_model(model, tokenizer, Path(directory))
 
@@ -175,7 +180,10 @@ def write_model(model: Any, tokenizer: Any | None, directory: Path) -> None:
         tokenizer.save_pretrained(partial)
     for old in directory.glob("model*.safetensors*"):  # shards of a larger model would be read in place of a single file
         old.unlink()
+    mode = (partial / "config.json").stat().st_mode  # safetensors makes files that nobody else may read
     for file in partial.iterdir():
+        if file.is_file():
+            file.chmod(mode)
         file.replace(directory / file.name)
     partial.rmdir()
 

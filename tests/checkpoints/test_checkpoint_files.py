@@ -19,7 +19,7 @@ from safetensors import safe_open
 from saved_runs import resumed, saved, small_history, state_of
 from torch import nn
 
-from stallfree import CheckpointError, ZenFlowAdamW, load_checkpoint, save_checkpoint
+from stallfree import CheckpointError, NoCheckpointError, ZenFlowAdamW, load_checkpoint, save_checkpoint
 from stallfree.checkpoints.layout import Manifest
 from stallfree.checkpoints.tensors import FileSum, write_tensors
 
@@ -343,3 +343,25 @@ def test_large_tensors_are_written_piece_by_piece(tmp_path, monkeypatch):
     write_tensors(tmp_path / "file", tensors)
     with safe_open(tmp_path / "file", framework="pt") as file:
         assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in tensors.items())
+
+
+def test_where_there_is_nothing_yet_is_not_where_something_is_damaged(tmp_path):
+    param = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = ZenFlowAdamW([param], min_numel=0)
+    for directory in (tmp_path, tmp_path / "not there"):
+        with pytest.raises(NoCheckpointError, match="no checkpoint"):
+            load_checkpoint(directory, optimizer)
+    saved = save_checkpoint(tmp_path, optimizer)
+    (saved / "manifest.json").unlink()
+    with pytest.raises(CheckpointError) as refused:
+        load_checkpoint(saved, optimizer)
+    assert not isinstance(refused.value, NoCheckpointError)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("function", [save_checkpoint, load_checkpoint])
+def test_other_optimizers_are_refused_with_the_way_out(tmp_path, function):
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
+    with pytest.raises(TypeError, match=r"torch\.save"):
+        function(tmp_path, other)
+    assert not list(tmp_path.iterdir())

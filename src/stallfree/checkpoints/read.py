@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from stallfree.checkpoints import layout
-from stallfree.checkpoints.errors import CheckpointError
+from stallfree.checkpoints.errors import CheckpointError, NoCheckpointError, check_optimizer
 from stallfree.checkpoints.layout import CHECKPOINT_NAME, CONTENTS, MANIFEST
 from stallfree.checkpoints.tensors import TensorFiles
 from stallfree.checkpoints.tree import decode
@@ -32,9 +32,11 @@ def load_checkpoint(directory: str | Path, optimizer: ZenFlowAdamW, *, model: nn
         model: the model to load, if it was saved. Trained weights come with the optimizer; buffers and frozen ones do not.
 
     Raises:
-        CheckpointError: there is none, or it is damaged, which is said together with the newest good one.
+        NoCheckpointError: there is none.
+        CheckpointError: it is damaged, which is said together with the newest good one.
         ValueError: it is of another model or configuration. In both cases nothing has been changed.
     """
+    check_optimizer(optimizer, "load_checkpoint")
     optimizer.engine.refuse_sharded("load_checkpoint()")
     path = _newest(Path(directory))
     try:
@@ -54,7 +56,7 @@ def _newest(directory: Path) -> Path:
         return directory
     found = layout.checkpoints(directory)
     if not found:
-        raise CheckpointError(f"there is no checkpoint in {directory}")
+        raise NoCheckpointError(f"there is no checkpoint in {directory}")
     return found[-1]
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from stallfree.checkpoints import layout
-from stallfree.checkpoints.errors import CheckpointError
+from stallfree.checkpoints.errors import CheckpointError, check_optimizer
 from stallfree.checkpoints.layout import CONTENTS, LOCK, MANIFEST, WORKERS, Manifest
 from stallfree.checkpoints.tensors import NAMES, FileSum, write_file, write_tensors
 from stallfree.checkpoints.tree import Collector
@@ -39,7 +39,7 @@ def save_checkpoint(
     Args:
         model: its state_dict is saved too; weights that the optimizer trains are stored once.
         extra: anything made of tensors, numbers, text, None, lists, tuples and dicts: schedules, counters, generators' states.
-        keep: how many good checkpoints stay; older ones are removed when the new one is safe.
+        keep: how many checkpoints stay whose sizes and manifests are right; older ones are removed when the new one is safe.
 
     Raises:
         TypeError: for something in `extra`, `model` or the param_groups that a checkpoint cannot hold.
@@ -47,6 +47,7 @@ def save_checkpoint(
     """
     if keep < 1:
         raise ValueError(f"keep must be at least 1, not {keep}")
+    check_optimizer(optimizer, "save_checkpoint")
     optimizer.engine.refuse_sharded("save_checkpoint()")
     directory = Path(directory)
     collector = Collector()

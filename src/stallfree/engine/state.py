@@ -54,6 +54,7 @@ def export(engine: Engine, into: MutableMapping[Any, Any]) -> None:
         "warm_up": engine.clock.warm_up,
         "last_lr": engine.clock.last_lr,
         "tuner": engine.tuner.state(),
+        "skips": engine.meter.skips(),
     }
     config = {name: getattr(engine.config, name) for name in (*FIXED, "update_interval")}
     header = {"version": VERSION, "config": config, "clock": clock}
@@ -210,6 +211,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
         engine.clock.interval = clock["interval"]
     engine.clock.warm_up, engine.clock.last_lr = clock["warm_up"], clock["last_lr"]
     engine.tuner.load(engine.clock, clock.get("tuner", {}), same)
+    engine.meter.load_skips(clock.get("skips", {}))
     for param, resident in engine.residents.items():
         if clock["call"]:
             _load_resident(resident, checkpoint.entries[param])

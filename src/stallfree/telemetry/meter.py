@@ -25,6 +25,7 @@ class Meter:
         self.skipped: Tensor | None = None  # calls, int64 on the device
         self._skip: tuple[Tensor, Tensor] | None = None  # of the last one, there too: its call, and the norms it was judged by
         self._kinds: Sequence[tuple[str, ...]] = ()  # of parameters, of each of these norms
+        self._earlier = (0, 0, "")  # of the run that was loaded: calls that were skipped, the last one, its kinds
         self._judged: tuple[Sequence[Weight], Tensor, Tensor] | None = None  # with gradient; deferred, all: [weights] fp64
         self._before = self._last = (0, 0)  # bytes down and up: in all before this call, and in the last one
 
@@ -41,10 +42,24 @@ class Meter:
         last, before = self._skip
         self._skip = torch.where(skip, call, last), torch.where(skip, norms, before)
 
+    def skips(self) -> dict[str, Any]:
+        """What is known of skipped calls, for a checkpoint. Waits for the device."""
+        call, kinds = self.last_skip()
+        return {"count": self._skipped_calls(), "call": call or 0, "kinds": "\n".join(kinds)}
+
+    def load_skips(self, saved: dict[str, Any]) -> None:
+        """Go on counting from there."""
+        self.skipped = self._skip = None
+        self._earlier = (saved.get("count", 0), saved.get("call", 0), saved.get("kinds", ""))
+
+    def _skipped_calls(self) -> int:
+        return self._earlier[0] + (0 if self.skipped is None else int(self.skipped))
+
     def last_skip(self) -> tuple[int | None, list[str]]:
         """The last call that was skipped, and the kinds of parameters whose gradients were not finite in it."""
         if self._skip is None or not int(self._skip[0]):
-            return None, []
+            _, call, names = self._earlier
+            return call or None, names.split("\n") if call else []
         bad = (~torch.isfinite(self._skip[1])).tolist()
         kinds = [kind for wrong, some in zip(bad, self._kinds, strict=True) if wrong for kind in some]
         return int(self._skip[0]), list(dict.fromkeys(kinds))
@@ -76,7 +91,7 @@ class Meter:
         stall_total, stall = (sum(parts) for parts in zip(self.link.stalls.read(), self.link.crowding.read(), strict=True))
         return {
             "grad_norm": None if self.norm is None else float(self.norm),
-            "skipped_steps": 0 if self.skipped is None else int(self.skipped),
+            "skipped_steps": self._skipped_calls(),
             "last_skipped_call": last_skipped,
             "last_skipped_kinds": not_finite,
             "rho": rho,

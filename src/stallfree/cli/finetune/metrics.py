@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,12 @@ class MetricsLog:
 
     def append(self, record: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write(json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no numbers that are not finite."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
