@@ -191,7 +191,7 @@ def test_a_complete_run_has_nothing_to_resume(finetune, sums):
     finetune(data=sums, steps=1, **QUICK)
     code, _, err = finetune("--resume")
     assert code == 2
-    assert "has no checkpoint to resume from: it is complete, or start anew with --overwrite" in err
+    assert "is complete: its result and report.md are there, nothing to resume" in err
 
 
 def test_overwrite_keeps_what_is_not_its_own(finetune, sums, tmp_path):

@@ -10,9 +10,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from stallfree.checkpoints import CheckpointError, load_checkpoint, save_checkpoint
+from stallfree.checkpoints import CheckpointError, NoCheckpointError, load_checkpoint, save_checkpoint
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune import sharded_checkpoint
+from stallfree.cli.finetune.report import REPORT_FILE
 from stallfree.cli.finetune.train import Training
 
 CHECKPOINTS = "checkpoints"  # in the output directory
@@ -43,9 +44,11 @@ def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any
     """
     path = directory / CHECKPOINTS
     if not path.is_dir():
-        raise UsageError(
-            f"the run in {directory} has no checkpoint to resume from: it is complete, or start anew with --overwrite"
-        )
+        if (directory / REPORT_FILE).exists():
+            raise UsageError(
+                f"the run in {directory} is complete: its result and {REPORT_FILE} are there, and nothing to resume"
+            )
+        raise UsageError(f"the run in {directory} has no checkpoint to resume from: start anew with --overwrite")
 
     def check(extra: dict[str, Any]) -> None:
         if extra["about"]["fingerprint"] != fingerprint:
@@ -62,6 +65,8 @@ def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any
             extra = load_checkpoint(path, training.optimizer, model=training.model)
             check(extra)
             training.load_state_dict(extra["training"])
+    except NoCheckpointError as error:
+        raise UsageError(f"{error}: start anew with --overwrite") from error
     except CheckpointError as error:
         raise UsageError(f"{error}. Remove the refused one to resume from another, or start anew with --overwrite") from error
     except UsageError:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-from stallfree.checkpoints import CheckpointError, layout
+from stallfree.checkpoints import CheckpointError, NoCheckpointError, layout
 from stallfree.checkpoints.write import locked, sync
 from stallfree.cli.finetune.ranks import Ranks
 from stallfree.cli.finetune.train import Training
@@ -61,7 +61,7 @@ def load(directory: Path, training: Training, accept: Callable[[dict[str, Any]],
     """
     found = layout.checkpoints(directory)
     if not found:
-        raise CheckpointError(f"there is no checkpoint in {directory}")
+        raise NoCheckpointError(f"there is no checkpoint in {directory}")
     path, others = found[-1], found[:-1]
     try:
         run = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
