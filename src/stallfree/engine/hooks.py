@@ -20,7 +20,7 @@ ALIKE = 3  # calls in which the same weight has come last
 
 
 class Hooks:
-    """The hooks of one engine, on weights and on whatever else it watches."""
+    """The hooks of one engine."""
 
     def __init__(self, on_gradient: Callable[[WeightState], None]) -> None:
         self._on_gradient = on_gradient
@@ -30,23 +30,20 @@ class Hooks:
         """How many there are: for tests."""
         return len(self._handles)
 
-    def watch(self, param: nn.Parameter, hook: Callable[[Tensor], None]) -> None:
-        """Call back after each accumulation into a parameter's `.grad`."""
-        if id(param) not in self._handles:
-            trains = param.requires_grad
-            self._handles[id(param)] = param, param.requires_grad_().register_post_accumulate_grad_hook(hook)
-            param.requires_grad_(trains)  # torch refuses hooks of frozen parameters, but keeps them
-
     def watch_block(self, block: BlockState) -> None:
-        """Watch all weights of a block."""
+        """Let all weights of a block call back after each accumulation into their `.grad`."""
         for state in block.weights:
-            self.watch(state.weight.param, partial(self._called, state))
+            param = state.weight.param
+            if id(param) not in self._handles:
+                trains = param.requires_grad
+                handle = param.requires_grad_().register_post_accumulate_grad_hook(partial(self._called, state))
+                self._handles[id(param)] = param, handle
+                param.requires_grad_(trains)  # torch refuses hooks of frozen parameters, but keeps them
 
     def _called(self, state: WeightState, _: Tensor) -> None:
         self._on_gradient(state)
 
-    def unwatch(self, param: nn.Parameter) -> None:
-        """Not any more."""
+    def _unwatch(self, param: nn.Parameter) -> None:
         _, handle = self._handles.pop(id(param), (None, None))
         if handle is not None:
             handle.remove()
@@ -71,8 +68,8 @@ class Hooks:
         block.watched = watched
         for state in block.weights:
             if state is not watched:
-                self.unwatch(state.weight.param)
+                self._unwatch(state.weight.param)
 
     def close(self) -> None:
         for param, _ in list(self._handles.values()):
-            self.unwatch(param)
+            self._unwatch(param)
