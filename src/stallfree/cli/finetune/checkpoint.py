@@ -45,9 +45,7 @@ def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any
     path = directory / CHECKPOINTS
     if not path.is_dir():
         if (directory / REPORT_FILE).exists():
-            raise UsageError(
-                f"the run in {directory} is complete: its result and {REPORT_FILE} are there, nothing to resume"
-            )
+            raise UsageError(f"the run in {directory} is complete: its result and {REPORT_FILE} are there, nothing to resume")
         raise UsageError(f"the run in {directory} has no checkpoint to resume from: start anew with --overwrite")
 
     def check(extra: dict[str, Any]) -> None:
