@@ -269,6 +269,17 @@ def test_a_run_without_finite_losses_is_given_up(finetune, sums, tmp_path, monke
     assert metrics(tmp_path / "out", "step")[-1]["last_skipped_call"] == 8
 
 
+def test_the_end_of_a_run_tells_of_skipped_steps(finetune, sums, monkeypatch):
+    calls = iter(range(100))
+    monkeypatch.setattr(
+        "stallfree.cli.finetune.train.token_losses",
+        lambda *args: token_losses(*args) * (float("nan") if next(calls) in (3, 5) else 1.0),
+    )
+    code, out, _ = finetune(data=sums, steps=8, **QUICK)
+    assert code == 0
+    assert "note: 2 of 8 steps were skipped, because their gradients were not finite" in " ".join(out.split())
+
+
 @pytest.mark.parametrize(
     "options, message",
     [

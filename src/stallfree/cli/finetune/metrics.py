@@ -21,26 +21,28 @@ class MetricsLog:
             if (record["step"] <= step if record["kind"] == "step" else record["step"] in (evaluated or set()))
         ]
         partial = self._path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in known), encoding="utf-8")
+        partial.write_text("".join(map(_line, known)), encoding="utf-8")
         partial.replace(self._path)
 
     def append(self, record: dict[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps({name: _plain(value) for name, value in record.items()}, allow_nan=False) + "\n")
+            file.write(_line(record))
 
 
-def _plain(value: Any) -> Any:
-    """JSON has no numbers that are not finite."""
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _line(record: dict[str, Any]) -> str:
+    """JSON has no numbers that are not finite: null stands for them."""
+    plain = {name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in record.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """All records in order; a line cut off by a crash is left out."""
+    """All records in order, with NaN for what was not finite; a line cut off by a crash is left out."""
     path = directory / METRICS_FILE
     records = []
     for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except ValueError:
             continue
+        records.append({name: math.nan if value is None else value for name, value in record.items()})
     return records

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -119,11 +120,11 @@ def _results(evaluations: list[dict[str, Any]]) -> str:
 def _optimizer(steps: list[dict[str, Any]], preset: str) -> str:
     parts = [f"Optimizer: preset `{preset}`"]
     settled = [record for record in steps if not record.get("warming_up")]  # before that every channel is deferred
-    if rhos := [record["rho"] for record in settled if "rho" in record]:
+    if rhos := _finite_values(settled, "rho"):
         parts.append(f"rho {statistics.fmean(rhos):.3f} on average")
-    if kept := [record["retention"] for record in settled if "retention" in record]:
+    if kept := _finite_values(settled, "retention"):
         parts.append(f"retention {statistics.fmean(kept):.3f}")
-    if stalls := [record["stall_ms"] for record in steps if "stall_ms" in record]:
+    if stalls := _finite_values(steps, "stall_ms"):
         parts.append(f"stall {statistics.median(stalls):.0f} ms a step (median), {sum(stalls) / 1000:.1f} s in all")
     if steps and (skipped := steps[-1].get("skipped_steps")):
         parts.append(f"{skipped} steps skipped because their gradient was not finite")
@@ -203,7 +204,11 @@ def _samples(prompts: Sequence[Prompt], evaluations: list[dict[str, Any]]) -> st
 
 
 def _finite(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [point for point in points if point[1] - point[1] == 0]
+    return [point for point in points if math.isfinite(point[1])]
+
+
+def _finite_values(records: list[dict[str, Any]], name: str) -> list[float]:
+    return [record[name] for record in records if name in record and math.isfinite(record[name])]
 
 
 def _duration(seconds: float) -> str:

@@ -208,6 +208,9 @@ class Run:
                 f", score {before.score:.3f} -> {after.score:.3f}, solved {before.solved} -> {after.solved} of {after.scored}"
             )
         self.display.note(f"{line}\nmodel in {self.output}, report in {report}")
+        if skipped := self.training.optimizer.metrics()["skipped_steps"]:
+            of = f"{skipped} of {self.training.steps} steps"
+            self.display.note(f"note: {of} were skipped, because their gradients were not finite; a lower --lr may help")
         if after.loss >= before.loss:
             self.display.note("note: the held-out loss did not fall; try a lower --lr, more --steps or more data")
 
