@@ -45,7 +45,8 @@ def make_job(
     channels = max(row_count, round(row_count / deferred))
     window, state = (row_count, length), (channels, length)
     hyper = dict(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01, factor=0.9)
-    grads = tuple(SlotGradient(torch.randn(window).to(gradients), **hyper) for _ in range(slots))
+    gradient = torch.randn(window).to(gradients)
+    grads = tuple(SlotGradient(gradient.clone(), **hyper) for _ in range(slots))
     return ReplayJob(
         master=torch.randn(state),
         exp_avg=torch.zeros(state, dtype=moments),
