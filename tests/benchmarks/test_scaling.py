@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import scaling
-from scaling import KERNELS_S, MEASURED, MODELS, NODE, TOKENS, Case, Host, simulate, window_s
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.scaling import report
+from benchmarks.scaling.cases import HIDDEN, KERNELS_S, MEASURED, MODELS, NODE, TOKENS, Case, Host
+from benchmarks.scaling.simulation import simulate, window_s
 
 SMALL, LARGE = MODELS[0], MODELS[1]
 
@@ -74,7 +75,7 @@ def test_what_goes_over_the_wire_in_step():
 
 def test_hidden_means_no_longer_than_with_a_host_that_takes_no_time():
     case = Case(model=SMALL, world=8)
-    found = scaling.row(case)
+    found = report.row(case)
     assert found.smallest == 1
-    assert found.step.seconds <= scaling.HIDDEN * simulate(replace(case, free=True)).seconds
+    assert found.step.seconds <= HIDDEN * simulate(replace(case, free=True)).seconds
     assert found.fewest_tokens < TOKENS
