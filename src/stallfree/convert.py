@@ -175,9 +175,13 @@ def write_model(model: Any, tokenizer: Any | None, directory: Path) -> None:
         return
     partial = directory / ".saving"
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial, state_dict=weights)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
+    try:
+        model.save_pretrained(partial, state_dict=weights)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk nobody has room for half a model
+        raise
     for old in directory.glob("model*.safetensors*"):  # shards of a larger model would be read in place of a single file
         old.unlink()
     mode = (partial / "config.json").stat().st_mode  # safetensors makes files that nobody else may read

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stallfree.checkpoints import CheckpointError, NoCheckpointError, load_checkpoint, save_checkpoint
+from stallfree.checkpoints import CheckpointError, NoCheckpointError, layout, load_checkpoint, save_checkpoint
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune import sharded_checkpoint
 from stallfree.cli.finetune.report import REPORT_FILE
@@ -44,6 +45,7 @@ def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any
     """
     path = directory / CHECKPOINTS
     if not path.is_dir():
+        remove(directory)  # what a process left that died while it did
         if (directory / REPORT_FILE).exists():
             raise UsageError(f"the run in {directory} is complete: its result and {REPORT_FILE} are there, nothing to resume")
         raise UsageError(f"the run in {directory} has no checkpoint to resume from: start anew with --overwrite")
@@ -77,9 +79,18 @@ def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any
     return about
 
 
+def exists(directory: Path) -> bool:
+    """Whether there is something to resume from."""
+    return bool(layout.checkpoints(directory / CHECKPOINTS))
+
+
 def remove(directory: Path) -> None:
-    """All checkpoints of a run."""
-    shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)
+    """All checkpoints of a run, or none if the process dies."""
+    gone = directory / f".removing-{CHECKPOINTS}"
+    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):
+        (directory / CHECKPOINTS).rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def resume_command(directory: Path) -> str:

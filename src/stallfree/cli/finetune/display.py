@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -10,6 +12,38 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stallfree.cli.finetune.evaluation import Evaluation
 
 LINES_PER_RUN = 20  # without a terminal
+
+
+class Unheard:
+    """stdout of a run that goes on where nobody takes its words any more.
+
+    In `stallfree finetune ... | tee log` Ctrl-C ends tee as well, and the run has yet to save.
+    """
+
+    def __init__(self) -> None:
+        self._stream = sys.stdout  # rich puts another in its place while the bar is shown
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._close()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._close()
+
+    def _close(self) -> None:
+        """Send what is still in Python's buffer, and all that comes, nowhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
 
 
 class Display:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 import torch
 from rich.console import Console
@@ -15,7 +18,7 @@ from safetensors import SafetensorError
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune import checkpoint
 from stallfree.cli.finetune.data import Data, encode_source, read_source
-from stallfree.cli.finetune.display import Display
+from stallfree.cli.finetune.display import Display, Unheard
 from stallfree.cli.finetune.evaluation import Evaluation, Evaluator
 from stallfree.cli.finetune.interrupt import Interrupted, StopRequest
 from stallfree.cli.finetune.machine import choose_dtype
@@ -44,7 +47,7 @@ def finetune(settings: FinetuneSettings, ranks: Ranks, *, resume: bool = False, 
         warmup_steps(settings, settings.steps)
     what = check_model(settings.model)
     settings, why = ranks.same(_choose_device(settings, ranks))
-    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not ranks.first)
+    console = Console(file=cast(TextIO, Unheard()), highlight=False, markup=False, soft_wrap=True, quiet=not ranks.first)
     console.print(f"reading {settings.data}")
     source = read_source(settings)
     console.print(f"loading {what}, in {settings.dtype}{why}")
@@ -57,15 +60,39 @@ def finetune(settings: FinetuneSettings, ranks: Ranks, *, resume: bool = False, 
     steps = _steps(settings, len(data.train))
     warmup_steps(settings, steps)
     training = Training(model, data, settings, settings.optimizer_config(), steps, tokenizer.pad_token_id, ranks)
-    saved = checkpoint.load(settings.output, training, data.fingerprint) if resume else None
     try:
-        with Display(steps, console) as display, StopRequest(display.note, ranks) as stop:
-            return Run(settings, training, tokenizer, data, display, stop, saved).go()
+        with _alone(settings.output, ranks):
+            saved = checkpoint.load(settings.output, training, data.fingerprint) if resume else None
+            with Display(steps, console) as display, StopRequest(display.note, ranks) as stop:
+                return Run(settings, training, tokenizer, data, display, stop, saved).go()
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"the GPU is out of memory: halve --micro-batch ({settings.micro_batch}) and double --accumulation "
             f"({settings.accumulation}), or add --gradient-checkpointing"
         ) from error
+
+
+@contextmanager
+def _alone(output: Path, ranks: Ranks) -> Iterator[None]:
+    """Refuse a second run in a directory, as when one is resumed that still goes on: each would spoil the other's files.
+
+    The lock is on the directory itself, so that it leaves nothing and goes with the process. Not all network file systems take
+    one there; on those nobody is refused.
+    """
+    if not ranks.first:
+        yield
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    directory = os.open(output, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"another run is going on in {output}: stop it first, or give another --output") from None
+        yield
+    finally:
+        os.close(directory)
 
 
 class Run:
@@ -88,11 +115,11 @@ class Run:
         self.evaluations: dict[int, Evaluation] = {}  # by step
         self.pending: PendingRecord | None = None
         self.not_finite = 0
+        self.unlogged = False  # whether the log could not be written
         if saved is not None:
             self.evaluations = {record["step"]: Evaluation(**record) for record in saved["evaluations"]}
         self.log: MetricsLog | None = None
         if self.ranks.first:
-            self.output.mkdir(parents=True, exist_ok=True)
             if saved is None:
                 _clear(self.output)
                 save_settings(settings, self.output)
@@ -144,8 +171,18 @@ class Run:
         self.display.evaluation(found)
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self.log is not None:
+        if self.log is None:
+            return
+        try:
             self.log.append(record)
+        except OSError as error:
+            if self.settings.on_save_error == "stop":
+                raise UsageError(f"{self.output / METRICS_FILE} cannot be written ({error.strerror}): make room") from error
+            if not self.unlogged:
+                self.display.note(f"{METRICS_FILE} cannot be written, and training goes on: {error.strerror}")
+            self.unlogged = True
+        else:
+            self.unlogged = False
 
     def _log_pending(self) -> None:
         """Write the record of the step before: by now the device has finished it."""
@@ -167,12 +204,22 @@ class Run:
         self._log_pending()
         evaluations = [asdict(found) for found in self.evaluations.values()]
         checkpoint.save(self.output, self.training, {"evaluations": evaluations, "fingerprint": self.data.fingerprint})
-        export_model(self.training.model, self.training.optimizer, self.output, tokenizer=self.tokenizer)
+        with self._writing_model():
+            export_model(self.training.model, self.training.optimizer, self.output, tokenizer=self.tokenizer)
+
+    @contextmanager
+    def _writing_model(self) -> Iterator[None]:
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            way_out = "go on with --resume" if checkpoint.exists(self.output) else "there is no checkpoint to go on from"
+            raise UsageError(f"the model could not be written into {self.output} ({error}): make room; {way_out}") from error
 
     def _save_on_the_way(self) -> None:
+        self._log_pending()  # a run that is given up is no save that has failed
         try:
             self._save()
-        except (UsageError, OSError, SafetensorError) as error:
+        except UsageError as error:
             if self.settings.on_save_error == "stop":
                 raise UsageError(f"step {self.training.step} could not be saved: {error}") from error
             self.display.note(f"step {self.training.step} could not be saved, and training goes on: {error}")
@@ -187,14 +234,16 @@ class Run:
 
     def _finish(self) -> int:
         self.training.optimizer.flush()
-        write_model(self.training.model, self.tokenizer, self.output)
+        with self._writing_model():
+            write_model(self.training.model, self.tokenizer, self.output)
         if self.ranks.first:
             self._report()
         self.ranks.wait()
         return 0
 
     def _report(self) -> None:
-        report = write_report(self.output, self.settings, self.training, self.evaluator.prompts, self.data)
+        found, prompts = self.evaluations.values(), self.evaluator.prompts
+        report = write_report(self.output, self.settings, self.training, found, prompts, self.data)
         checkpoint.remove(self.output)  # nothing is left to resume
         before, after = self.evaluations[0], self.evaluations[self.training.steps]
         assert before.samples is not None
@@ -211,7 +260,7 @@ class Run:
         if skipped := self.training.optimizer.metrics()["skipped_steps"]:
             of = f"{skipped} of {self.training.steps} steps"
             self.display.note(f"note: {of} were skipped, because their gradients were not finite; a lower --lr may help")
-        if after.loss >= before.loss:
+        if not after.loss < before.loss:  # nor if it is not finite
             self.display.note("note: the held-out loss did not fall; try a lower --lr, more --steps or more data")
 
 
