@@ -156,6 +156,22 @@ def test_without_masters_the_model_s_weights_are_theirs():
     ours.close()
 
 
+def test_masters_of_what_is_frozen_here_are_taken_too():
+    theirs, ours = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)), nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    theirs(torch.ones(1, 6)).sum().backward()
+    adamw.step()
+    ours[0].requires_grad_(False)
+    optimizer = ZenFlowAdamW(ours.named_parameters(), lr=1e-2, min_numel=0)
+    masters = [param.detach() for param in theirs.parameters()]
+    with pytest.raises(ValueError, match="needs master of shape"):
+        from_adamw_state(optimizer, adamw.state_dict(), [masters[0].T, *masters[1:]])
+    from_adamw_state(optimizer, adamw.state_dict(), masters)
+    for mine, his in zip(ours.parameters(), masters, strict=True):
+        assert torch.equal(mine, his)
+    optimizer.close()
+
+
 def test_steps_that_differ_by_channel_are_refused_with_the_reason():
     history = dataclasses.replace(
         history_of("long windows"), config=ZenFlowConfig(preset="zenflow", min_numel=0, topk_ratio=0.25)
