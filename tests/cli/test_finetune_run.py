@@ -160,6 +160,29 @@ def test_interrupted_and_resumed_equals_undisturbed(
         assert metrics(whole, kind) == metrics(cut, kind)
 
 
+def test_a_signal_of_another_kind_does_not_end_a_save(finetune, sums, tmp_path, stop_after, monkeypatch):
+    """As of a scheduler whose patience ends while the run saves after Ctrl-C."""
+    finetune(data=sums, steps=6, output=tmp_path / "whole", **QUICK)
+    stop_after(3)
+    save = checkpoint.save
+
+    def told_to_end(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(*args)
+
+    monkeypatch.setattr(checkpoint, "save", told_to_end)
+    code, out, _ = finetune(data=sums, steps=6, **QUICK)
+    assert code == 130
+    assert "stopped after step 3 of 6" in out
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == [
+        signal.default_int_handler,
+        signal.SIG_DFL,
+    ]
+    monkeypatch.undo()
+    resume_here(tmp_path / "out")
+    assert_equal_weights(tmp_path / "whole", tmp_path / "out")
+
+
 def test_a_stop_during_the_first_evaluation_can_be_resumed(finetune, sums, tmp_path, monkeypatch):
     run = {"data": sums, "steps": 3} | QUICK
     finetune(output=tmp_path / "whole", **run)
