@@ -211,6 +211,22 @@ def test_resume_refuses_what_would_not_be_the_same_run(finetune, sums, tmp_path,
     assert "the data or the tokenizer changed since the run in" in err
 
 
+@pytest.mark.parametrize("name, value", [("steps", 2), ("lr", 1e-3), ("micro_batch", 2), ("betas", [0.8, 0.9])])
+def test_settings_that_were_edited_are_refused(finetune, sums, tmp_path, stop_after, monkeypatch, capfd, name, value):
+    """With fewer steps than are done the run would never end."""
+    stop_after(3)
+    finetune(data=sums, steps=6, **QUICK)
+    monkeypatch.undo()
+    path = tmp_path / "out" / "settings.yaml"
+    saved = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(saved | {name: value}))
+    assert main(["finetune", "--resume", "--output", str(tmp_path / "out")]) == 2
+    err = capfd.readouterr().err
+    assert f"settings.yaml says {name}: {value}, and the run had {saved[name]}: restore it" in err
+    path.write_text(yaml.safe_dump(saved | {"save_every": 1, "on_save_error": "continue"}))
+    resume_here(tmp_path / "out")
+
+
 def test_a_complete_run_has_nothing_to_resume(finetune, sums):
     finetune(data=sums, steps=1, **QUICK)
     code, _, err = finetune("--resume")
@@ -612,6 +628,14 @@ def test_a_run_saves_though_nobody_hears_it_any_more(sums, tmp_path):
     assert (process.wait(timeout=60), process.stderr.read()) == (130, "")
     process.stderr.close()
     assert list((tmp_path / "out" / "checkpoints").glob("checkpoint-*"))
+
+
+def test_a_run_needs_no_stdout(finetune, sums, tmp_path, monkeypatch):
+    with open("/dev/full", "w", buffering=1) as full:
+        for stream in (None, full):
+            monkeypatch.setattr(sys, "stdout", stream)
+            assert finetune(data=sums, steps=1, output=tmp_path / str(stream is None), **QUICK)[0] == 0
+            assert (tmp_path / str(stream is None) / "report.md").exists()
 
 
 def test_a_second_run_in_one_directory_is_refused(finetune, sums, tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from stallfree.checkpoints import CheckpointError, NoCheckpointError, layout, lo
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune import sharded_checkpoint
 from stallfree.cli.finetune.report import REPORT_FILE
+from stallfree.cli.finetune.settings import SETTINGS_FILE
 from stallfree.cli.finetune.train import Training
 
 CHECKPOINTS = "checkpoints"  # in the output directory
@@ -37,11 +38,11 @@ def save(directory: Path, training: Training, about: dict[str, Any]) -> None:
         raise UsageError(f"{error}: make room, or give another --output") from error
 
 
-def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any]:
+def load(directory: Path, training: Training, fingerprint: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Put a training where an interrupted one was; returns what was saved about it.
 
     Raises:
-        UsageError: if there is no checkpoint, it is damaged or of another run, or the data changed since.
+        UsageError: if there is no checkpoint, it is damaged or of another run, or the data or the settings changed since.
     """
     path = directory / CHECKPOINTS
     if not path.is_dir():
@@ -55,6 +56,12 @@ def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any
             raise UsageError(
                 f"the data or the tokenizer changed since the run in {directory}: restore it, or start anew with --overwrite"
             )
+        for name, then in extra["about"].get("settings", {}).items():
+            if settings[name] != then:
+                raise UsageError(
+                    f"{directory / SETTINGS_FILE} says {name}: {settings[name]}, and the run had {then}: restore it, or start "
+                    "anew with --overwrite"
+                )
 
     try:
         if training.ranks.sharded:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -21,7 +21,8 @@ class Unheard:
     """
 
     def __init__(self) -> None:
-        self._stream = sys.stdout  # rich puts another in its place while the bar is shown
+        # Kept, because rich puts another in its place while the bar is shown. There is none where it was closed from the start.
+        self._stream: IO[str] = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

@@ -62,7 +62,9 @@ def finetune(settings: FinetuneSettings, ranks: Ranks, *, resume: bool = False, 
     training = Training(model, data, settings, settings.optimizer_config(), steps, tokenizer.pad_token_id, ranks)
     try:
         with _alone(settings.output, ranks):
-            saved = checkpoint.load(settings.output, training, data.fingerprint) if resume else None
+            saved = None
+            if resume:
+                saved = checkpoint.load(settings.output, training, data.fingerprint, settings.decisive())
             with Display(steps, console) as display, StopRequest(display.note, ranks) as stop:
                 return Run(settings, training, tokenizer, data, display, stop, saved).go()
     except torch.OutOfMemoryError as error:
@@ -203,7 +205,8 @@ class Run:
         """Everything needed to go on, and exact weights for use."""
         self._log_pending()
         evaluations = [asdict(found) for found in self.evaluations.values()]
-        checkpoint.save(self.output, self.training, {"evaluations": evaluations, "fingerprint": self.data.fingerprint})
+        about = {"evaluations": evaluations, "fingerprint": self.data.fingerprint, "settings": self.settings.decisive()}
+        checkpoint.save(self.output, self.training, about)
         with self._writing_model():
             export_model(self.training.model, self.training.optimizer, self.output, tokenizer=self.tokenizer)
 
