@@ -309,6 +309,25 @@ def test_a_run_without_finite_losses_is_given_up(finetune, sums, tmp_path, monke
     assert metrics(tmp_path / "out", "step")[-1]["last_skipped_call"] == 8
 
 
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_a_diverged_run_whose_loss_is_finite_is_given_up_too(finetune, sums, log_every):
+    """Its logits are those of a broken model, all alike, and every gradient is inf: it stands still."""
+    code, _, err = finetune(data=sums, steps=40, log_every=log_every, **QUICK | {"lr": 1e30, "warmup": 0})
+    assert code == 2
+    assert re.search(r"the gradients were not finite in [5-8] steps up to \d+: lower --lr or raise --warmup", err)
+
+
+def test_a_resumed_run_is_given_up_for_its_own_steps(finetune, sums, tmp_path, stop_after, monkeypatch):
+    calls = iter(range(100))
+    monkeypatch.setattr(
+        "stallfree.cli.finetune.train.token_losses",
+        lambda *args: token_losses(*args) * (float("nan") if next(calls) in (0, 1, 2, 4, 5, 6, 7) else 1.0),
+    )
+    stop_after(4)
+    assert finetune(data=sums, steps=10, **QUICK)[0] == 130
+    resume_here(tmp_path / "out")
+
+
 def test_a_save_does_not_keep_a_run_without_finite_losses_alive(finetune, sums, tmp_path, monkeypatch):
     monkeypatch.setattr("stallfree.cli.finetune.train.token_losses", lambda *args: token_losses(*args) * float("nan"))
     code, out, err = finetune(data=sums, steps=8, save_every=5, on_save_error="continue", **QUICK)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, NamedTuple, TextIO, cast
 
 import torch
 from rich.console import Console
@@ -32,7 +32,7 @@ from stallfree.cli.finetune.sharding import load_sharded
 from stallfree.cli.finetune.train import PendingRecord, Training
 from stallfree.convert import export_model, write_model
 
-NOT_FINITE_LIMIT = 5  # steps in a row without a finite loss, after which a run is given up
+NOT_FINITE_LIMIT = 5  # steps in a row without a finite loss, or finite gradients, after which a run is given up
 
 
 def finetune(settings: FinetuneSettings, ranks: Ranks, *, resume: bool = False, overwrite: bool = False) -> int:
@@ -97,6 +97,13 @@ def _alone(output: Path, ranks: Ranks) -> Iterator[None]:
         os.close(directory)
 
 
+class Seen(NamedTuple):
+    """What the last reading of the optimizer's numbers said."""
+
+    step: int
+    skipped: int
+
+
 class Run:
     """A run whose input is sound."""
 
@@ -116,7 +123,9 @@ class Run:
         self.evaluator = Evaluator(training.model, tokenizer, data, settings, stop.check, self.ranks)
         self.evaluations: dict[int, Evaluation] = {}  # by step
         self.pending: PendingRecord | None = None
-        self.not_finite = 0
+        self.not_finite = 0  # steps in a row
+        self.standing = 0  # steps in a row that were skipped
+        self.seen = Seen(training.step, training.optimizer.metrics()["skipped_steps"] or 0)
         self.unlogged = False  # whether the log could not be written
         if saved is not None:
             self.evaluations = {record["step"]: Evaluation(**record) for record in saved["evaluations"]}
@@ -193,13 +202,21 @@ class Run:
         record, self.pending = self.pending.result(), None
         self._write(record)
         self.display.step(record)
+        self._give_up_if_lost(record)
+
+    def _give_up_if_lost(self, record: dict[str, Any]) -> None:
+        """A diverged model may well have a finite loss; its gradients are not, so that every step is skipped from then on."""
+        step, way_out = record["step"], "lower --lr or raise --warmup, and add --overwrite"
         self.not_finite = 0 if math.isfinite(record["loss"]) else self.not_finite + 1
         if self.not_finite == NOT_FINITE_LIMIT:
-            last = record["step"]
-            raise UsageError(
-                f"the loss was not finite in {NOT_FINITE_LIMIT} steps up to {last}: "
-                f"lower --lr or raise --warmup, and add --overwrite"
-            )
+            raise UsageError(f"the loss was not finite in {NOT_FINITE_LIMIT} steps up to {step}: {way_out}")
+        if "skipped_steps" not in record:
+            return
+        skipped = record["skipped_steps"] - self.seen.skipped
+        self.standing = self.standing + skipped if skipped == step - self.seen.step else 0
+        self.seen = Seen(step, record["skipped_steps"])
+        if self.standing >= NOT_FINITE_LIMIT:
+            raise UsageError(f"the gradients were not finite in {self.standing} steps up to {step}: {way_out}")
 
     def _save(self) -> None:
         """Everything needed to go on, and exact weights for use."""
