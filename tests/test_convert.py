@@ -234,3 +234,19 @@ def test_the_exported_model_is_the_exact_one(tmp_path):
     assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
     assert any(not torch.equal(value, published[name]) for name, value in exported.items())
     optimizer.close()
+
+
+def test_a_model_with_several_chat_templates_is_exported_again_and_again(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
+    optimizer = ZenFlowAdamW(model.named_parameters(), min_numel=0)
+    for more in ({}, {"tools": "1"}, {"tools": "2"}, {"search": "3"}):
+        tokenizer.chat_template = {"default": "0"} | more
+        export_model(model, optimizer, tmp_path, tokenizer=tokenizer)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == {"default": "0", "search": "3"}
+    optimizer.close()

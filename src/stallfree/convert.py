@@ -195,6 +195,8 @@ def write_model(model: Any, tokenizer: Any | None, directory: Path) -> None:
     for file in partial.iterdir():
         if file.is_file():
             file.chmod(mode)
+        elif (directory / file.name).is_dir():  # of chat templates, where a tokenizer has several
+            shutil.rmtree(directory / file.name)
         file.replace(directory / file.name)
     partial.rmdir()
 

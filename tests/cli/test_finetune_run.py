@@ -555,7 +555,7 @@ def test_a_log_without_room_stops_a_run(finetune, sums, tmp_path, room_for_the_l
     room_for_the_log(tmp_path / "out" / "metrics.jsonl", {4: 40})
     code, _, err = finetune(data=sums, steps=6, **QUICK)
     assert code == 2
-    assert f"{tmp_path / 'out' / 'metrics.jsonl'} cannot be written (File too large): make room" in err
+    assert f"{tmp_path / 'out'} cannot be written ([Errno 27] File too large): make room; there is no checkpoint" in err
     assert [record["step"] for record in metrics(tmp_path / "out", "step")] == [1, 2, 3]
 
 
@@ -565,7 +565,7 @@ def test_a_model_without_room_is_said_with_the_way_out(finetune, sums, tmp_path,
     room_for_the_log(tmp_path / "out" / "metrics.jsonl", {4: 20_000})
     code, _, err = finetune(data=sums, steps=4, save_every=2 if saved else 0, **QUICK)
     assert code == 2
-    assert f"the model could not be written into {tmp_path / 'out'} (" in err
+    assert f"{tmp_path / 'out'} cannot be written (" in err
     assert "File too large" in err
     assert not (tmp_path / "out" / ".saving").exists()
     if not saved:

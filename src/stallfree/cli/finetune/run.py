@@ -188,7 +188,8 @@ class Run:
             self.log.append(record)
         except OSError as error:
             if self.settings.on_save_error == "stop":
-                raise UsageError(f"{self.output / METRICS_FILE} cannot be written ({error.strerror}): make room") from error
+                with self._way_out():
+                    raise
             if not self.unlogged:
                 self.display.note(f"{METRICS_FILE} cannot be written, and training goes on: {error.strerror}")
             self.unlogged = True
@@ -224,16 +225,17 @@ class Run:
         evaluations = [asdict(found) for found in self.evaluations.values()]
         about = {"evaluations": evaluations, "fingerprint": self.data.fingerprint, "settings": self.settings.decisive()}
         checkpoint.save(self.output, self.training, about)
-        with self._writing_model():
+        with self._way_out():
             export_model(self.training.model, self.training.optimizer, self.output, tokenizer=self.tokenizer)
 
     @contextmanager
-    def _writing_model(self) -> Iterator[None]:
+    def _way_out(self) -> Iterator[None]:
+        """Say of what cannot be written how the run can go on."""
         try:
             yield
         except (OSError, SafetensorError) as error:
-            way_out = "go on with --resume" if checkpoint.exists(self.output) else "there is no checkpoint to go on from"
-            raise UsageError(f"the model could not be written into {self.output} ({error}): make room; {way_out}") from error
+            then = "go on with --resume" if checkpoint.exists(self.output) else "there is no checkpoint to go on from"
+            raise UsageError(f"{self.output} cannot be written ({error}): make room; {then}") from error
 
     def _save_on_the_way(self) -> None:
         self._log_pending()  # a run that is given up is no save that has failed
@@ -254,7 +256,7 @@ class Run:
 
     def _finish(self) -> int:
         self.training.optimizer.flush()
-        with self._writing_model():
+        with self._way_out():
             write_model(self.training.model, self.tokenizer, self.output)
         if self.ranks.first:
             self._report()
