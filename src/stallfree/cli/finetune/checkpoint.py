@@ -57,7 +57,7 @@ def load(directory: Path, training: Training, fingerprint: str, settings: dict[s
                 f"the data or the tokenizer changed since the run in {directory}: restore it, or start anew with --overwrite"
             )
         for name, then in extra["about"].get("settings", {}).items():
-            if settings[name] != then:
+            if settings.get(name, then) != then:
                 raise UsageError(
                     f"{directory / SETTINGS_FILE} says {name}: {settings[name]}, and the run had {then}: restore it, or start "
                     "anew with --overwrite"
