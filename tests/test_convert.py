@@ -156,6 +156,22 @@ def test_without_masters_the_model_s_weights_are_theirs():
     ours.close()
 
 
+def test_masters_of_what_is_frozen_here_are_taken_too():
+    theirs, ours = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4)), nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    adamw = torch.optim.AdamW(theirs.parameters(), lr=1e-2)
+    theirs(torch.ones(1, 6)).sum().backward()
+    adamw.step()
+    ours[0].requires_grad_(False)
+    optimizer = ZenFlowAdamW(ours.named_parameters(), lr=1e-2, min_numel=0)
+    masters = [param.detach() for param in theirs.parameters()]
+    with pytest.raises(ValueError, match="needs master of shape"):
+        from_adamw_state(optimizer, adamw.state_dict(), [masters[0].T, *masters[1:]])
+    from_adamw_state(optimizer, adamw.state_dict(), masters)
+    for mine, his in zip(ours.parameters(), masters, strict=True):
+        assert torch.equal(mine, his)
+    optimizer.close()
+
+
 def test_steps_that_differ_by_channel_are_refused_with_the_reason():
     history = dataclasses.replace(
         history_of("long windows"), config=ZenFlowConfig(preset="zenflow", min_numel=0, topk_ratio=0.25)
@@ -217,4 +233,20 @@ def test_the_exported_model_is_the_exact_one(tmp_path):
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(value, exported[name]) for name, value in model.state_dict().items())
     assert any(not torch.equal(value, published[name]) for name, value in exported.items())
+    optimizer.close()
+
+
+def test_a_model_with_several_chat_templates_is_exported_again_and_again(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config)
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(tokenizers.models.BPE()))
+    optimizer = ZenFlowAdamW(model.named_parameters(), min_numel=0)
+    for more in ({}, {"tools": "1"}, {"tools": "2"}, {"search": "3"}):
+        tokenizer.chat_template = {"default": "0"} | more
+        export_model(model, optimizer, tmp_path, tokenizer=tokenizer)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path).chat_template == {"default": "0", "search": "3"}
     optimizer.close()

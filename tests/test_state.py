@@ -126,6 +126,20 @@ def test_the_state_brings_its_weights(device):
     assert_identical([other.flushed()], [player.flushed()])
 
 
+@pytest.mark.parametrize("case", CASES)
+def test_in_inference_mode_a_state_can_be_loaded_and_trained_on(device, case):
+    """As in an evaluation that goes back to the best state so far."""
+    history = dataclasses.replace(simple(), config=ZenFlowConfig(min_numel=0, block_numel=50, **CASES[case]))
+    expected, player = run(history, device), Player(history, device)
+    player.play(7)
+    checkpoint = saved(player)
+    player.play(2)
+    with torch.inference_mode():
+        player.optimizer.load_state_dict(torch.load(io.BytesIO(checkpoint), weights_only=True)["optimizer"])
+    player.t = 7
+    assert_identical(finish(player), expected[6:])
+
+
 @given(history=histories(dtypes=("fp32", "bf16"), most_calls=12))
 @FEWER
 def test_saving_at_every_call_changes_nothing(device, history):

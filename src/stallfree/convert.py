@@ -89,15 +89,22 @@ def from_adamw_state(optimizer: ZenFlowAdamW, state_dict: dict[str, Any], master
         raise ValueError(f"there are {len(members)} parameters and {len(masters)} masters")
     own = optimizer.state_dict()
     places = [place for group in own["param_groups"] for place in group["params"]]
-    entries = {}
+    entries, frozen = {}, []
     for (name, param), number, master, place in zip(members, numbers, masters, places, strict=True):
-        if place in own["state"]:
+        if master.shape != param.shape:
+            raise ValueError(f"{describe(name, param)} needs master of shape {tuple(param.shape)}, not {tuple(master.shape)}")
+        if place not in own["state"]:
+            frozen.append((param, master))
+        else:
             entries[place] = _entry(name, param, own["state"][place], state_dict["state"].get(number, {}), master)
     calls = max((int(entry["step"].max()) for entry in entries.values()), default=0)
     for entry in entries.values():
         entry["clock"] = _fresh_clock(optimizer, max(calls, 1))
     converted = [_our_group(theirs, ours) for theirs, ours in zip(state_dict["param_groups"], own["param_groups"], strict=True)]
     optimizer.load_state_dict({"state": entries, "param_groups": converted})
+    with torch.no_grad():
+        for param, master in frozen:
+            param.copy_(master)
 
 
 def _fresh_clock(optimizer: ZenFlowAdamW, call: int) -> dict[str, Any]:
@@ -116,7 +123,7 @@ def _entry(name: str, param: nn.Parameter, ours: dict[str, Any], theirs: dict[st
     if count != int(count) or count < 0:
         raise ValueError(f"the state of {label} has taken {count} steps, which is no number of steps")
     moments = {key: theirs[key] if theirs else torch.zeros((), device="cpu").expand(param.shape) for key in STATE[1:]}
-    for key, tensor in {"master": master, **moments}.items():
+    for key, tensor in moments.items():
         if tensor.shape != param.shape:
             raise ValueError(f"{label} needs {key} of shape {tuple(param.shape)}, not {tuple(tensor.shape)}")
     entry = ours | moments | {"master": master.float(), "step": torch.full_like(ours["step"], int(count))}
@@ -175,15 +182,21 @@ def write_model(model: Any, tokenizer: Any | None, directory: Path) -> None:
         return
     partial = directory / ".saving"
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial, state_dict=weights)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(partial)
+    try:
+        model.save_pretrained(partial, state_dict=weights)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk nobody has room for half a model
+        raise
     for old in directory.glob("model*.safetensors*"):  # shards of a larger model would be read in place of a single file
         old.unlink()
     mode = (partial / "config.json").stat().st_mode  # safetensors makes files that nobody else may read
     for file in partial.iterdir():
         if file.is_file():
             file.chmod(mode)
+        elif (directory / file.name).is_dir():  # of chat templates, where a tokenizer has several
+            shutil.rmtree(directory / file.name)
         file.replace(directory / file.name)
     partial.rmdir()
 

@@ -4,6 +4,7 @@ import json
 import os
 import random
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -159,6 +160,29 @@ def test_interrupted_and_resumed_equals_undisturbed(
         assert metrics(whole, kind) == metrics(cut, kind)
 
 
+def test_a_signal_of_another_kind_does_not_end_a_save(finetune, sums, tmp_path, stop_after, monkeypatch):
+    """As of a scheduler whose patience ends while the run saves after Ctrl-C."""
+    finetune(data=sums, steps=6, output=tmp_path / "whole", **QUICK)
+    stop_after(3)
+    save = checkpoint.save
+
+    def told_to_end(*args):
+        os.kill(os.getpid(), signal.SIGTERM)
+        save(*args)
+
+    monkeypatch.setattr(checkpoint, "save", told_to_end)
+    code, out, _ = finetune(data=sums, steps=6, **QUICK)
+    assert code == 130
+    assert "stopped after step 3 of 6" in out
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == [
+        signal.default_int_handler,
+        signal.SIG_DFL,
+    ]
+    monkeypatch.undo()
+    resume_here(tmp_path / "out")
+    assert_equal_weights(tmp_path / "whole", tmp_path / "out")
+
+
 def test_a_stop_during_the_first_evaluation_can_be_resumed(finetune, sums, tmp_path, monkeypatch):
     run = {"data": sums, "steps": 3} | QUICK
     finetune(output=tmp_path / "whole", **run)
@@ -185,6 +209,22 @@ def test_resume_refuses_what_would_not_be_the_same_run(finetune, sums, tmp_path,
     code, _, err = finetune("--resume", data=data)
     assert code == 2
     assert "the data or the tokenizer changed since the run in" in err
+
+
+@pytest.mark.parametrize("name, value", [("steps", 2), ("lr", 1e-3), ("micro_batch", 2), ("betas", [0.8, 0.9])])
+def test_settings_that_were_edited_are_refused(finetune, sums, tmp_path, stop_after, monkeypatch, capfd, name, value):
+    """With fewer steps than are done the run would never end."""
+    stop_after(3)
+    finetune(data=sums, steps=6, **QUICK)
+    monkeypatch.undo()
+    path = tmp_path / "out" / "settings.yaml"
+    saved = yaml.safe_load(path.read_text())
+    path.write_text(yaml.safe_dump(saved | {name: value}))
+    assert main(["finetune", "--resume", "--output", str(tmp_path / "out")]) == 2
+    err = capfd.readouterr().err
+    assert f"settings.yaml says {name}: {value}, and the run had {saved[name]}: restore it" in err
+    path.write_text(yaml.safe_dump(saved | {"save_every": 1, "on_save_error": "continue"}))
+    resume_here(tmp_path / "out")
 
 
 def test_a_complete_run_has_nothing_to_resume(finetune, sums):
@@ -267,6 +307,46 @@ def test_a_run_without_finite_losses_is_given_up(finetune, sums, tmp_path, monke
     assert "the loss was not finite in 5 steps up to 8: lower --lr or raise --warmup, and add --overwrite" in err
     assert metrics(tmp_path / "out", "step")[-1]["skipped_steps"] == 5
     assert metrics(tmp_path / "out", "step")[-1]["last_skipped_call"] == 8
+
+
+@pytest.mark.parametrize("log_every", [1, 4])
+def test_a_diverged_run_whose_loss_is_finite_is_given_up_too(finetune, sums, log_every):
+    """Its logits are those of a broken model, all alike, and every gradient is inf: it stands still."""
+    code, _, err = finetune(data=sums, steps=40, log_every=log_every, **QUICK | {"lr": 1e30, "warmup": 0})
+    assert code == 2
+    assert re.search(r"the gradients were not finite in [5-8] steps up to \d+: lower --lr or raise --warmup", err)
+
+
+def test_a_resumed_run_is_given_up_for_its_own_steps(finetune, sums, tmp_path, stop_after, monkeypatch):
+    calls = iter(range(100))
+    monkeypatch.setattr(
+        "stallfree.cli.finetune.train.token_losses",
+        lambda *args: token_losses(*args) * (float("nan") if next(calls) in (0, 1, 2, 4, 5, 6, 7) else 1.0),
+    )
+    stop_after(4)
+    assert finetune(data=sums, steps=10, **QUICK)[0] == 130
+    resume_here(tmp_path / "out")
+
+
+def test_a_save_does_not_keep_a_run_without_finite_losses_alive(finetune, sums, tmp_path, monkeypatch):
+    monkeypatch.setattr("stallfree.cli.finetune.train.token_losses", lambda *args: token_losses(*args) * float("nan"))
+    code, out, err = finetune(data=sums, steps=8, save_every=5, on_save_error="continue", **QUICK)
+    assert code == 2
+    assert err.startswith("error: the loss was not finite in 5 steps up to 5")
+    assert "could not be saved" not in out
+
+
+def test_a_held_out_loss_that_is_not_finite_is_no_success(finetune, sums, tmp_path, monkeypatch):
+    calls = iter(range(100))
+    monkeypatch.setattr(
+        "stallfree.cli.finetune.evaluation.token_losses",
+        lambda *args: token_losses(*args) * (1.0 if next(calls) < 2 else float("nan")),
+    )
+    code, out, _ = finetune(data=sums, steps=2, eval_every=0, **QUICK)
+    assert code == 0
+    assert "-> nan" in out
+    assert "note: the held-out loss did not fall" in out
+    assert "| 2 | nan |" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_the_end_of_a_run_tells_of_skipped_steps(finetune, sums, monkeypatch):
@@ -438,6 +518,66 @@ def test_a_full_disk_does_not_stop_a_run_that_is_told_so(finetune, sums, tmp_pat
     assert_equal_weights(tmp_path / "whole", tmp_path / "out")
 
 
+@pytest.fixture
+def room_for_the_log(monkeypatch):
+    """Before given steps, let files be no larger than the log then is and some bytes more, or as large as they like (None)."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size is None else size, hard))
+
+    def arrange(log, rooms):
+        advance = Training.advance
+
+        def advance_in_little_room(self):
+            if self.step + 1 in rooms:
+                room = rooms[self.step + 1]
+                limit(None if room is None else log.stat().st_size + room)
+            return advance(self)
+
+        monkeypatch.setattr(Training, "advance", advance_in_little_room)
+
+    yield arrange
+    limit(None)
+
+
+def test_a_log_without_room_does_not_stop_a_run_that_is_told_so(finetune, sums, tmp_path, room_for_the_log):
+    finetune(data=sums, steps=6, output=tmp_path / "whole", **QUICK)
+    room_for_the_log(tmp_path / "out" / "metrics.jsonl", {3: 40, 5: None})
+    code, out, _ = finetune(data=sums, steps=6, on_save_error="continue", **QUICK)
+    assert code == 0
+    assert out.count("metrics.jsonl cannot be written, and training goes on: File too large") == 1
+    for kind in ("step", "eval"):
+        assert metrics(tmp_path / "out", kind) == metrics(tmp_path / "whole", kind)
+
+
+def test_a_log_without_room_stops_a_run(finetune, sums, tmp_path, room_for_the_log):
+    room_for_the_log(tmp_path / "out" / "metrics.jsonl", {4: 40})
+    code, _, err = finetune(data=sums, steps=6, **QUICK)
+    assert code == 2
+    assert f"{tmp_path / 'out'} cannot be written ([Errno 27] File too large): make room; there is no checkpoint" in err
+    assert [record["step"] for record in metrics(tmp_path / "out", "step")] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_model_without_room_is_said_with_the_way_out(finetune, sums, tmp_path, room_for_the_log, saved, monkeypatch):
+    finetune(data=sums, steps=4, output=tmp_path / "whole", **QUICK)
+    room_for_the_log(tmp_path / "out" / "metrics.jsonl", {4: 20_000})
+    code, _, err = finetune(data=sums, steps=4, save_every=2 if saved else 0, **QUICK)
+    assert code == 2
+    assert f"{tmp_path / 'out'} cannot be written (" in err
+    assert "File too large" in err
+    assert not (tmp_path / "out" / ".saving").exists()
+    if not saved:
+        assert "there is no checkpoint to go on from" in err
+        return
+    assert "make room; go on with --resume" in err
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    monkeypatch.undo()
+    resume_here(tmp_path / "out")
+    assert_equal_weights(tmp_path / "whole", tmp_path / "out")
+
+
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_resumes(finetune, sums, tmp_path, stop_after, monkeypatch):
     finetune(data=sums, steps=6, output=tmp_path / "whole", **QUICK)
     stop_after(3)
@@ -488,6 +628,76 @@ def test_a_process_that_is_told_to_end_saves_and_says_how_to_go_on(sums, tmp_pat
     assert len(metrics(tmp_path / "cut off", "step")) == step
     assert shlex.split(out.splitlines()[-1]) == ["stallfree", "finetune", "--resume", "--output", str(tmp_path / "cut off")]
     assert list((tmp_path / "cut off" / "checkpoints").glob("checkpoint-*"))
+
+
+def test_a_run_saves_though_nobody_hears_it_any_more(sums, tmp_path):
+    """As in `stallfree finetune ... | tee log`, where Ctrl-C ends tee too."""
+    run = {"data": sums, "steps": 2000, "eval_every": 0} | QUICK
+    arguments = [text for name, value in run.items() for text in (flag(name), str(value))]
+    start = ["finetune", "--model", "tiny", "--dtype", "float32", *arguments, "--output", str(tmp_path / "out")]
+    code = f"import sys; from stallfree.cli import main; sys.exit(main({start}))"
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"OMP_NUM_THREADS": "1"}, **pipes)
+    log = tmp_path / "out" / "metrics.jsonl"
+    while not log.exists() or log.read_text().count('"kind": "step"') < 3:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    process.stdout.close()
+    process.send_signal(signal.SIGINT)
+    assert (process.wait(timeout=60), process.stderr.read()) == (130, "")
+    process.stderr.close()
+    assert list((tmp_path / "out" / "checkpoints").glob("checkpoint-*"))
+
+
+def test_a_run_needs_no_stdout(finetune, sums, tmp_path, monkeypatch):
+    with open("/dev/full", "w", buffering=1) as full:
+        for stream in (None, full):
+            monkeypatch.setattr(sys, "stdout", stream)
+            assert finetune(data=sums, steps=1, output=tmp_path / str(stream is None), **QUICK)[0] == 0
+            assert (tmp_path / str(stream is None) / "report.md").exists()
+
+
+def test_a_second_run_in_one_directory_is_refused(finetune, sums, tmp_path, monkeypatch):
+    codes = []
+    advance = Training.advance
+
+    def advance_beside_another(self):
+        if self.step == 3:
+            monkeypatch.setattr(Training, "advance", advance)
+            arguments = ["finetune", "--model", "tiny", "--data", str(sums), "--output", str(tmp_path / "out")]
+            codes.extend([main([*arguments, "--overwrite"]), main([*arguments[:1], "--resume", *arguments[-2:]])])
+        return advance(self)
+
+    monkeypatch.setattr(Training, "advance", advance_beside_another)
+    code, _, err = finetune(data=sums, steps=5, save_every=2, **QUICK)
+    assert (code, codes) == (0, [2, 2])
+    assert err.count(f"another run is going on in {tmp_path / 'out'}: stop it first, or give another --output") == 2
+    assert [record["step"] for record in metrics(tmp_path / "out", "step")] == [1, 2, 3, 4, 5]
+
+
+def test_what_became_of_the_log_does_not_matter_to_a_resumed_run(finetune, sums, tmp_path, stop_after, monkeypatch):
+    finetune(data=sums, steps=6, output=tmp_path / "whole", **QUICK)
+    stop_after(3)
+    finetune(data=sums, steps=6, **QUICK)
+    monkeypatch.undo()
+    (tmp_path / "out" / "metrics.jsonl").write_bytes(b'[1]\n{"kind": "step"}\n\xff\n{"kind": "step", "step": "2"}\n')
+    resume_here(tmp_path / "out")
+    assert_equal_weights(tmp_path / "whole", tmp_path / "out")
+    assert [record["step"] for record in metrics(tmp_path / "out", "step")] == [4, 5, 6]
+    reports = [(tmp_path / name / "report.md").read_text() for name in ("whole", "out")]
+    ends = [report[report.index("| step |") : report.index("![loss]")] for report in reports]
+    assert ends[0] == ends[1]
+    assert re.findall(r": 6 steps, [\d,]+ tokens", reports[0]) == re.findall(r": 6 steps, [\d,]+ tokens", reports[1]) != []
+
+
+def test_a_run_that_died_while_it_removed_its_checkpoints_is_complete(finetune, sums, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "rmtree", lambda *args, **options: None)
+    finetune(data=sums, steps=3, save_every=1, **QUICK)
+    monkeypatch.undo()
+    code, _, err = finetune("--resume")
+    assert code == 2
+    assert "is complete" in err
+    assert not list((tmp_path / "out").glob(".*"))
 
 
 @pytest.mark.slow

@@ -8,13 +8,22 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 
+import torch
+
 # Those whose handlers are known to raise: Ctrl-C, a request to stop, a data loader's dead worker, timeouts and schedulers.
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
 def uninterrupted(lock: threading.RLock) -> Iterator[None]:
-    """One thread at a time. In the main thread, signals wait for the end of the call; only a second SIGINT does not."""
+    """One thread at a time. In the main thread, signals wait for the end of the call; only a second SIGINT does not.
+
+    For a caller in inference mode, as an evaluation that restores a state: tensors made inside outlive it, and so are plain.
+    """
+    if torch.is_inference_mode_enabled():
+        with torch.inference_mode(False), torch.no_grad(), uninterrupted(lock):
+            yield
+        return
     with lock:
         if threading.current_thread() is not threading.main_thread():
             yield

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import shlex
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from stallfree.checkpoints import CheckpointError, NoCheckpointError, load_checkpoint, save_checkpoint
+from stallfree.checkpoints import CheckpointError, NoCheckpointError, layout, load_checkpoint, save_checkpoint
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune import sharded_checkpoint
 from stallfree.cli.finetune.report import REPORT_FILE
+from stallfree.cli.finetune.settings import SETTINGS_FILE
 from stallfree.cli.finetune.train import Training
 
 CHECKPOINTS = "checkpoints"  # in the output directory
@@ -36,14 +38,15 @@ def save(directory: Path, training: Training, about: dict[str, Any]) -> None:
         raise UsageError(f"{error}: make room, or give another --output") from error
 
 
-def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any]:
+def load(directory: Path, training: Training, fingerprint: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Put a training where an interrupted one was; returns what was saved about it.
 
     Raises:
-        UsageError: if there is no checkpoint, it is damaged or of another run, or the data changed since.
+        UsageError: if there is no checkpoint, it is damaged or of another run, or the data or the settings changed since.
     """
     path = directory / CHECKPOINTS
     if not path.is_dir():
+        remove(directory)  # what a process left that died while it did
         if (directory / REPORT_FILE).exists():
             raise UsageError(f"the run in {directory} is complete: its result and {REPORT_FILE} are there, nothing to resume")
         raise UsageError(f"the run in {directory} has no checkpoint to resume from: start anew with --overwrite")
@@ -53,6 +56,12 @@ def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any
             raise UsageError(
                 f"the data or the tokenizer changed since the run in {directory}: restore it, or start anew with --overwrite"
             )
+        for name, then in extra["about"].get("settings", {}).items():
+            if settings.get(name, then) != then:
+                raise UsageError(
+                    f"{directory / SETTINGS_FILE} says {name}: {settings[name]}, and the run had {then}: restore it, or start "
+                    "anew with --overwrite"
+                )
 
     try:
         if training.ranks.sharded:
@@ -77,9 +86,18 @@ def load(directory: Path, training: Training, fingerprint: str) -> dict[str, Any
     return about
 
 
+def exists(directory: Path) -> bool:
+    """Whether there is something to resume from."""
+    return bool(layout.checkpoints(directory / CHECKPOINTS))
+
+
 def remove(directory: Path) -> None:
-    """All checkpoints of a run."""
-    shutil.rmtree(directory / CHECKPOINTS, ignore_errors=True)
+    """All checkpoints of a run, or none if the process dies."""
+    gone = directory / f".removing-{CHECKPOINTS}"
+    shutil.rmtree(gone, ignore_errors=True)
+    with suppress(OSError):
+        (directory / CHECKPOINTS).rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def resume_command(directory: Path) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import os
+import sys
+from typing import IO, Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -10,6 +12,39 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stallfree.cli.finetune.evaluation import Evaluation
 
 LINES_PER_RUN = 20  # without a terminal
+
+
+class Unheard:
+    """stdout of a run that goes on where nobody takes its words any more.
+
+    In `stallfree finetune ... | tee log` Ctrl-C ends tee as well, and the run has yet to save.
+    """
+
+    def __init__(self) -> None:
+        # Kept, because rich puts another in its place while the bar is shown. There is none where it was closed from the start.
+        self._stream: IO[str] = sys.stdout or open(os.devnull, "w")  # noqa: SIM115
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError:
+            self._close()
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            self._close()
+
+    def _close(self) -> None:
+        """Send what is still in Python's buffer, and all that comes, nowhere."""
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self._stream.fileno())
+        os.close(nowhere)
 
 
 class Display:

@@ -32,7 +32,8 @@ class StopRequest:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._restore()
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
 
     def check(self) -> None:
         """Raise Interrupted if a stop was requested, on all ranks."""
@@ -44,12 +45,8 @@ class StopRequest:
             raise Interrupted
 
     def _request(self, number: int, frame: FrameType | None) -> None:
-        self.signal = signal.Signals(number)
-        self._restore()
+        came = signal.Signals(number)
+        self.signal = self.signal or came
+        signal.signal(came, self._previous.pop(came))
         if not self._ranks.sharded:  # the launcher of several sends signals also when one of them has failed
-            self._announce(f"{self.signal.name}: finishing this step, then saving; once more to stop at once, without saving")
-
-    def _restore(self) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous = {}
+            self._announce(f"{came.name}: finishing this step, then saving; once more to stop at once, without saving")

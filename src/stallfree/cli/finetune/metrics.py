@@ -23,10 +23,21 @@ class MetricsLog:
         partial = self._path.with_suffix(".partial")
         partial.write_text("".join(map(_line, known)), encoding="utf-8")
         partial.replace(self._path)
+        self._owed = ""  # what a full disk has not taken
 
     def append(self, record: dict[str, Any]) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(_line(record))
+        """Raises OSError if there is no room; the next call writes this record first."""
+        self._owed += _line(record)
+        rest = memoryview(self._owed.encode())
+        with self._path.open("ab", buffering=0) as file:
+            size = file.tell()
+            try:
+                while rest:
+                    rest = rest[file.write(rest) :]
+            except OSError:
+                file.truncate(size)  # half a line would spoil the next one
+                raise
+        self._owed = ""
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -36,13 +47,15 @@ def _line(record: dict[str, Any]) -> str:
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
-    """All records in order, with NaN for what was not finite; a line cut off by a crash is left out."""
+    """All records in order, with NaN for what was not finite; what a crash or an editor made of a line is left out."""
     path = directory / METRICS_FILE
     records = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.is_file() else []:
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
         try:
             record = json.loads(line)
-        except ValueError:
+            if not isinstance(record["step"], int) or record["kind"] not in ("step", "eval"):
+                continue
+        except (ValueError, LookupError, TypeError):
             continue
         records.append({name: math.nan if value is None else value for name, value in record.items()})
     return records

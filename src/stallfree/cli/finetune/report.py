@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from stallfree.cli.finetune.data import Data
-from stallfree.cli.finetune.evaluation import Prompt
+from stallfree.cli.finetune.evaluation import Evaluation, Prompt
 from stallfree.cli.finetune.machine import hardware, versions
 from stallfree.cli.finetune.metrics import read_metrics
 from stallfree.cli.finetune.optimizer import warmup_steps
@@ -25,16 +25,20 @@ WIDTH, HEIGHT, MARGIN = 640, 320, 48
 
 
 def write_report(
-    directory: Path, settings: FinetuneSettings, training: Training, prompts: Sequence[Prompt], data: Data
+    directory: Path,
+    settings: FinetuneSettings,
+    training: Training,
+    evaluated: Iterable[Evaluation],
+    prompts: Sequence[Prompt],
+    data: Data,
 ) -> Path:
-    """Write the report of the finished run in `directory` from its metrics log; returns its path."""
-    records = read_metrics(directory)
-    steps = [record for record in records if record["kind"] == "step"]
-    evaluations = [record for record in records if record["kind"] == "eval"]
+    """Write the report of the finished run in `directory`, its steps' numbers from its metrics log; returns its path."""
+    steps = [record for record in read_metrics(directory) if record["kind"] == "step"]
+    evaluations = [evaluation.record() for evaluation in evaluated]
     (directory / CURVE_FILE).write_text(curve_svg(steps, evaluations), encoding="utf-8")
     parts = [
         "# Fine-tuning report",
-        f"`{settings.model}` on `{settings.data}`: {len(steps)} steps, {sum(r['tokens'] for r in steps):,} tokens "
+        f"`{settings.model}` on `{settings.data}`: {training.steps} steps, {training.tokens:,} tokens "
         f"in {_duration(sum(r['seconds'] for r in steps))} of training.",
         f"On {hardware(training.model.device.type)}{_ranks(training)}. {versions()}.",
         _results(evaluations),

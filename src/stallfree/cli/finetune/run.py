@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TextIO, cast
 
 import torch
 from rich.console import Console
@@ -15,7 +18,7 @@ from safetensors import SafetensorError
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune import checkpoint
 from stallfree.cli.finetune.data import Data, encode_source, read_source
-from stallfree.cli.finetune.display import Display
+from stallfree.cli.finetune.display import Display, Unheard
 from stallfree.cli.finetune.evaluation import Evaluation, Evaluator
 from stallfree.cli.finetune.interrupt import Interrupted, StopRequest
 from stallfree.cli.finetune.machine import choose_dtype
@@ -29,7 +32,7 @@ from stallfree.cli.finetune.sharding import load_sharded
 from stallfree.cli.finetune.train import PendingRecord, Training
 from stallfree.convert import export_model, write_model
 
-NOT_FINITE_LIMIT = 5  # steps in a row without a finite loss, after which a run is given up
+NOT_FINITE_LIMIT = 5  # steps in a row without a finite loss, or finite gradients, after which a run is given up
 
 
 def finetune(settings: FinetuneSettings, ranks: Ranks, *, resume: bool = False, overwrite: bool = False) -> int:
@@ -44,7 +47,7 @@ def finetune(settings: FinetuneSettings, ranks: Ranks, *, resume: bool = False, 
         warmup_steps(settings, settings.steps)
     what = check_model(settings.model)
     settings, why = ranks.same(_choose_device(settings, ranks))
-    console = Console(highlight=False, markup=False, soft_wrap=True, quiet=not ranks.first)
+    console = Console(file=cast(TextIO, Unheard()), highlight=False, markup=False, soft_wrap=True, quiet=not ranks.first)
     console.print(f"reading {settings.data}")
     source = read_source(settings)
     console.print(f"loading {what}, in {settings.dtype}{why}")
@@ -57,15 +60,48 @@ def finetune(settings: FinetuneSettings, ranks: Ranks, *, resume: bool = False, 
     steps = _steps(settings, len(data.train))
     warmup_steps(settings, steps)
     training = Training(model, data, settings, settings.optimizer_config(), steps, tokenizer.pad_token_id, ranks)
-    saved = checkpoint.load(settings.output, training, data.fingerprint) if resume else None
     try:
-        with Display(steps, console) as display, StopRequest(display.note, ranks) as stop:
-            return Run(settings, training, tokenizer, data, display, stop, saved).go()
+        with _alone(settings.output, ranks):
+            saved = None
+            if resume:
+                saved = checkpoint.load(settings.output, training, data.fingerprint, settings.decisive())
+            with Display(steps, console) as display, StopRequest(display.note, ranks) as stop:
+                return Run(settings, training, tokenizer, data, display, stop, saved).go()
     except torch.OutOfMemoryError as error:
         raise UsageError(
             f"the GPU is out of memory: halve --micro-batch ({settings.micro_batch}) and double --accumulation "
             f"({settings.accumulation}), or add --gradient-checkpointing"
         ) from error
+
+
+@contextmanager
+def _alone(output: Path, ranks: Ranks) -> Iterator[None]:
+    """Refuse a second run in a directory, as when one is resumed that still goes on: each would spoil the other's files.
+
+    The lock is on the directory itself, so that it leaves nothing and goes with the process. Not all network file systems take
+    one there; on those nobody is refused.
+    """
+    if not ranks.first:
+        yield
+        return
+    output.mkdir(parents=True, exist_ok=True)
+    directory = os.open(output, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            try:
+                fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UsageError(f"another run is going on in {output}: stop it first, or give another --output") from None
+        yield
+    finally:
+        os.close(directory)
+
+
+class Seen(NamedTuple):
+    """What the last reading of the optimizer's numbers said."""
+
+    step: int
+    skipped: int
 
 
 class Run:
@@ -87,12 +123,14 @@ class Run:
         self.evaluator = Evaluator(training.model, tokenizer, data, settings, stop.check, self.ranks)
         self.evaluations: dict[int, Evaluation] = {}  # by step
         self.pending: PendingRecord | None = None
-        self.not_finite = 0
+        self.not_finite = 0  # steps in a row
+        self.standing = 0  # steps in a row that were skipped
+        self.seen = Seen(training.step, training.optimizer.metrics()["skipped_steps"] or 0)
+        self.unlogged = False  # whether the log could not be written
         if saved is not None:
             self.evaluations = {record["step"]: Evaluation(**record) for record in saved["evaluations"]}
         self.log: MetricsLog | None = None
         if self.ranks.first:
-            self.output.mkdir(parents=True, exist_ok=True)
             if saved is None:
                 _clear(self.output)
                 save_settings(settings, self.output)
@@ -144,8 +182,19 @@ class Run:
         self.display.evaluation(found)
 
     def _write(self, record: dict[str, Any]) -> None:
-        if self.log is not None:
+        if self.log is None:
+            return
+        try:
             self.log.append(record)
+        except OSError as error:
+            if self.settings.on_save_error == "stop":
+                with self._way_out():
+                    raise
+            if not self.unlogged:
+                self.display.note(f"{METRICS_FILE} cannot be written, and training goes on: {error.strerror}")
+            self.unlogged = True
+        else:
+            self.unlogged = False
 
     def _log_pending(self) -> None:
         """Write the record of the step before: by now the device has finished it."""
@@ -154,25 +203,45 @@ class Run:
         record, self.pending = self.pending.result(), None
         self._write(record)
         self.display.step(record)
+        self._give_up_if_lost(record)
+
+    def _give_up_if_lost(self, record: dict[str, Any]) -> None:
+        """A diverged model may well have a finite loss; its gradients are not, so that every step is skipped from then on."""
+        step, way_out = record["step"], "lower --lr or raise --warmup, and add --overwrite"
         self.not_finite = 0 if math.isfinite(record["loss"]) else self.not_finite + 1
         if self.not_finite == NOT_FINITE_LIMIT:
-            last = record["step"]
-            raise UsageError(
-                f"the loss was not finite in {NOT_FINITE_LIMIT} steps up to {last}: "
-                f"lower --lr or raise --warmup, and add --overwrite"
-            )
+            raise UsageError(f"the loss was not finite in {NOT_FINITE_LIMIT} steps up to {step}: {way_out}")
+        if "skipped_steps" not in record:
+            return
+        skipped = record["skipped_steps"] - self.seen.skipped
+        self.standing = self.standing + skipped if skipped == step - self.seen.step else 0
+        self.seen = Seen(step, record["skipped_steps"])
+        if self.standing >= NOT_FINITE_LIMIT:
+            raise UsageError(f"the gradients were not finite in {self.standing} steps up to {step}: {way_out}")
 
     def _save(self) -> None:
         """Everything needed to go on, and exact weights for use."""
         self._log_pending()
         evaluations = [asdict(found) for found in self.evaluations.values()]
-        checkpoint.save(self.output, self.training, {"evaluations": evaluations, "fingerprint": self.data.fingerprint})
-        export_model(self.training.model, self.training.optimizer, self.output, tokenizer=self.tokenizer)
+        about = {"evaluations": evaluations, "fingerprint": self.data.fingerprint, "settings": self.settings.decisive()}
+        checkpoint.save(self.output, self.training, about)
+        with self._way_out():
+            export_model(self.training.model, self.training.optimizer, self.output, tokenizer=self.tokenizer)
+
+    @contextmanager
+    def _way_out(self) -> Iterator[None]:
+        """Say of what cannot be written how the run can go on."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            then = "go on with --resume" if checkpoint.exists(self.output) else "there is no checkpoint to go on from"
+            raise UsageError(f"{self.output} cannot be written ({error}): make room; {then}") from error
 
     def _save_on_the_way(self) -> None:
+        self._log_pending()  # a run that is given up is no save that has failed
         try:
             self._save()
-        except (UsageError, OSError, SafetensorError) as error:
+        except UsageError as error:
             if self.settings.on_save_error == "stop":
                 raise UsageError(f"step {self.training.step} could not be saved: {error}") from error
             self.display.note(f"step {self.training.step} could not be saved, and training goes on: {error}")
@@ -187,14 +256,16 @@ class Run:
 
     def _finish(self) -> int:
         self.training.optimizer.flush()
-        write_model(self.training.model, self.tokenizer, self.output)
+        with self._way_out():
+            write_model(self.training.model, self.tokenizer, self.output)
         if self.ranks.first:
             self._report()
         self.ranks.wait()
         return 0
 
     def _report(self) -> None:
-        report = write_report(self.output, self.settings, self.training, self.evaluator.prompts, self.data)
+        found, prompts = self.evaluations.values(), self.evaluator.prompts
+        report = write_report(self.output, self.settings, self.training, found, prompts, self.data)
         checkpoint.remove(self.output)  # nothing is left to resume
         before, after = self.evaluations[0], self.evaluations[self.training.steps]
         assert before.samples is not None
@@ -211,7 +282,7 @@ class Run:
         if skipped := self.training.optimizer.metrics()["skipped_steps"]:
             of = f"{skipped} of {self.training.steps} steps"
             self.display.note(f"note: {of} were skipped, because their gradients were not finite; a lower --lr may help")
-        if after.loss >= before.loss:
+        if not after.loss < before.loss:  # nor if it is not finite
             self.display.note("note: the held-out loss did not fall; try a lower --lr, more --steps or more data")
 
 

@@ -103,6 +103,11 @@ class FinetuneSettings(BaseModel):
             return None if PRESETS.get(self.preset, {}).get("update_in_backward") else 1.0
         return self.max_grad_norm or None
 
+    def decisive(self) -> dict[str, Any]:
+        """Those that the rest of a run depends on, as they are saved. Data and tokenizer have a fingerprint instead."""
+        others = {"model", "data", "output", "nproc", "device", "log_every", "save_every", "on_save_error"}
+        return self.model_dump(mode="json", exclude=others)
+
     def eval_interval(self, steps: int) -> int:
         """Steps between evaluations in a run of `steps`; 0: before and after only."""
         return math.ceil(steps / 4) if self.eval_every is None else self.eval_every
