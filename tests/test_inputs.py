@@ -67,6 +67,12 @@ def test_a_tensor_that_is_no_leaf():
         ZenFlowAdamW([parameter() * 2], **SMALL)
 
 
+def test_inference_mode_is_no_place_to_build_in():
+    param = parameter()
+    with torch.inference_mode(), pytest.raises(RuntimeError, match=r"outside of torch\.inference_mode\(\)"):
+        ZenFlowAdamW([param])
+
+
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.float64])
 def test_a_dtype_that_is_not_trained_names_the_parameter(dtype):
     with pytest.raises((TypeError, ValueError), match=r"proj\.weight.*" + str(dtype).removeprefix("torch.")):

@@ -59,6 +59,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         config: ZenFlowConfig | None = None,
         **overrides: Any,
     ) -> None:
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("build the optimizer outside of torch.inference_mode(): nothing that is made inside can be trained")
         if config is None:
             config = ZenFlowConfig.from_dict(overrides)
         elif not isinstance(config, ZenFlowConfig):
