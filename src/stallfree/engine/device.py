@@ -93,6 +93,7 @@ class SelectedState:
         if installed.divided:
             self.held.copy_(installed.targets.selected)
         self.division = handover.division if handover else installed  # which gradients follow
+        self._selected = self.gradient[: self.division.layout.selected_numel]
         self.channels.of(self.channels.deferred, *self._ends).copy_(self.division.targets.rows < 0)
 
     @property
@@ -121,8 +122,7 @@ class SelectedState:
     def split(self, grads: Sequence[Tensor | None], deferred: Tensor, low: int) -> None:
         """Take gradients apart: norms and selected rows stay here, a piece of the deferred rows goes to `deferred`."""
         layout = self.division.layout
-        selected = self.gradient[: layout.selected_numel]
-        self.kernel.split(layout, self.division.targets, grads, self.squares, selected, deferred, low)
+        self.kernel.split(layout, self.division.targets, grads, self.squares, self._selected, deferred, low)
         self.channels.changed()
 
     @property

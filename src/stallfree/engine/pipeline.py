@@ -32,7 +32,7 @@ from stallfree.engine.ledger import Ledger
 from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
 from stallfree.engine.schedule import Clock
-from stallfree.engine.sharding import Agreement, OwnGradients, RankSums, form_of, is_sharded
+from stallfree.engine.sharding import SHAPE, Agreement, OwnGradients, RankSums, is_sharded
 from stallfree.engine.slots import SlotPool, gives_at_close, plan_slots
 from stallfree.engine.staging import Staging
 from stallfree.engine.transfer import link_to
@@ -82,7 +82,7 @@ class Engine:
         self.turns = 0  # blocks staged since the last call
         self.ledger = Ledger()  # of all parameters
         self.resident_params: list[nn.Parameter] = []
-        self.resident_forms: list[object] = []  # of their gradients, as they mostly are
+        self.resident_shapes: list[object] = []  # of their gradients
         self.exact_at = 0  # the call after which the weights were those of a flush
         self.paused: str | None = None  # why step() is refused now
         self.written: list[WeightState] = []  # that outside writes have kept from training, until step() refuses them
@@ -135,7 +135,7 @@ class Engine:
         self.groups.extend(groups)
         self.residents.update({state.resident.param: state for group in groups for state in group.states})
         self.resident_params = list(self.residents)
-        self.resident_forms = [form_of(state.resident.shard.detach()) for state in self.residents.values()]
+        self.resident_shapes = [SHAPE(state.resident.shard) for state in self.residents.values()]
         if split:
             self.channels.extend(split)
         size = self.link.piece_bytes

@@ -27,6 +27,7 @@ PLAIN = {Tensor, nn.Parameter}  # asked for first: hooks and step() come by for 
 
 # Of many tensors, one after the other, without a line of Python for each: map(LOCAL, tensors).
 GRAD, LOCAL, SPEC, BASE, VERSION = map(attrgetter, ("grad", "_local_tensor", "_spec", "_base", "_version"))
+SHAPE = attrgetter("layout", "shape")
 form_of = attrgetter("dtype", "layout", "requires_grad", "device", "shape")
 
 _sharded_types: dict[type, bool] = dict.fromkeys(PLAIN, False)  # whether a type is DTensor's: asked all the time

@@ -21,6 +21,7 @@ from stallfree.engine.gradient import Staged, StagedCall, StagedGradient
 from stallfree.engine.sharding import (
     GRAD,
     LOCAL,
+    SHAPE,
     OwnGradients,
     are_alone,
     form_of,
@@ -78,7 +79,8 @@ class Staging:
                 block.missing -= block.expected[place]
             if not block.missing:
                 block.last = state
-                self._stage_ready(block)
+                with torch.no_grad() if torch.is_grad_enabled() else NOWHERE:  # backward(create_graph=True)
+                    self._stage_ready(block)
 
     def _look_at_others(self, block: BlockState, watched: WeightState) -> None:
         """The only weight of a block that is watched is ready: then the others should be, too."""
@@ -134,13 +136,12 @@ class Staging:
                 self._not_ready(block, place)
         return grad
 
-    @torch.no_grad()
     def _own_loose(self) -> None:
-        for gradients in self._loose:
-            gradients.take()
-        self._loose = []
+        if self._loose:
+            for gradients in self._loose:
+                gradients.take()
+            self._loose = []
 
-    @torch.no_grad()
     def stage(self, block: BlockState, grads: Sequence[Tensor | None]) -> None:
         """Replace gradients by handles: selected rows stay on the device, deferred rows go down to the next call's slot."""
         engine = self.engine
@@ -242,10 +243,10 @@ class Staging:
             for param in block.params:
                 self._check(param)
         grads = gradients_of(engine.resident_params)
-        if set(map(type, grads)) != PLAIN_ONLY or list(map(form_of, grads)) != engine.resident_forms:
+        if set(map(type, grads)) != PLAIN_ONLY or list(map(SHAPE, grads)) != engine.resident_shapes:
             for param in engine.resident_params:
                 self._check(param)
-        strangers = ids - engine.ledger.ids  # that were frozen at construction
+        strangers = set() if ids <= engine.ledger.ids else ids - engine.ledger.ids  # that were frozen at construction
         newcomers = [
             (engine.read_name(param), param)
             for param in (engine.read_params() if strangers else ())

@@ -270,17 +270,20 @@ class BlockState:
         """After a call: begin to wait for the gradients of the next one, of those weights that had one in this call."""
         if self.watched is not None:  # the others have not been counted
             seen = self.passes_seen[self.watched.place]
-            self.passes_seen = [max(passes, seen) for passes in self.passes_seen]
+            if self.passes_seen.count(seen) < len(self.weights):
+                self.passes_seen = [max(passes, seen) for passes in self.passes_seen]
         if any(self.staged):
-            self.expected = [staged is not None for staged in self.staged]
+            self.expected = list(map(bool, self.staged))
         self.ready = [False] * len(self.weights)
         self.missing = sum(self.expected)
         self.regular, self.surprised = not self.surprised, False
 
     def finish(self) -> None:
         """After a call, which has applied what was staged."""
-        passes = zip(self.passes_seen, self.passes_expected, strict=True)
-        self.passes_expected = [seen or before for seen, before in passes]
+        seen: list[int | None] = list(self.passes_seen)
+        if 0 in seen:
+            seen = [passes or before for passes, before in zip(seen, self.passes_expected, strict=True)]
+        self.passes_expected = seen
         self.let_go()
 
     def let_go(self) -> None:
