@@ -66,6 +66,7 @@ class SelectedState:
         for place, weight in enumerate(block.weights):
             self._alike.setdefault((weight.channels, weight.selected_count), []).append(place)
         self.held = torch.zeros(self.chosen.places, dtype=torch.int32, device=self.device)  # the channel of each place
+        self._squares: tuple[Tensor, Tensor] | None = None  # all there are, and the block's
         self.reset()
 
     def _layout(self, selected: Sequence[int], layouts: Layouts) -> BlockLayout:
@@ -102,7 +103,9 @@ class SelectedState:
 
     @property
     def squares(self) -> Tensor:
-        return self.channels.of(self.channels.squares, *self._ends)
+        if self._squares is None or self._squares[0] is not self.channels.squares:  # more weights have joined
+            self._squares = self.channels.squares, self.channels.of(self.channels.squares, *self._ends)
+        return self._squares[1]
 
     @property
     def score(self) -> Tensor:

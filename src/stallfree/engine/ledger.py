@@ -78,21 +78,31 @@ class Ledger:
 
     def untouched(self, params: Sequence[nn.Parameter]) -> bool:
         """Whether nobody else has written these since, in a way that torch notices, or put them elsewhere."""
-        return not any(self._touched(self._entries[id(param)]) for param in params)
+        entries = [self._entries[id(param)] for param in params]
+        return self._as_before(params, [entry.place for entry in entries]) and not any(
+            entry.moved() for entry in entries if not entry.plain
+        )
 
     def touched(self) -> list[nn.Parameter]:
         """Those that somebody else has written since, or put elsewhere."""
-        params, parts = self._params, self._parts(self._params)
-        if (
-            self._versions == self._versions_of(params, parts)
-            and self._addresses == list(map(Tensor.data_ptr, parts))
-            and self._contiguous == list(map(Tensor.is_contiguous, parts))
-        ):
-            return [entry.param for entry in self._odd if entry.moved()]
-        return [entry.param for entry in self._entries.values() if self._touched(entry)]
+        if self._as_before(self._params):
+            return [odd.param for odd in self._odd if odd.moved()]
+        seen = zip(self._entries.values(), self._versions, strict=True)
+        return [entry.param for entry, version in seen if version != version_of(entry.param) or entry.moved()]
 
-    def _touched(self, entry: Written) -> bool:
-        return self._versions[entry.place] != version_of(entry.param) or entry.moved()
+    def _as_before(self, params: Sequence[Param], places: Sequence[int] | None = None) -> bool:
+        """Whether all, or those in some places, are as they were seen, as far as version, address and contiguity say."""
+        versions, addresses, contiguous = self._versions, self._addresses, self._contiguous
+        if places is not None:
+            versions = [versions[place] for place in places]
+            addresses = [addresses[place] for place in places]
+            contiguous = [contiguous[place] for place in places]
+        parts = self._parts(params)
+        return (
+            versions == self._versions_of(params, parts)
+            and addresses == list(map(Tensor.data_ptr, parts))
+            and contiguous == list(map(Tensor.is_contiguous, parts))
+        )
 
     def _parts(self, params: Sequence[Param]) -> Sequence[Tensor]:
         """The rank's."""

@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter
 
 import torch
@@ -32,7 +32,7 @@ from stallfree.engine.ledger import Ledger
 from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
 from stallfree.engine.schedule import Clock
-from stallfree.engine.sharding import SHAPE, Agreement, OwnGradients, RankSums, is_sharded
+from stallfree.engine.sharding import SHAPE, Agreement, OwnGradients, RankSums, directly, is_sharded
 from stallfree.engine.slots import SlotPool, gives_at_close, plan_slots
 from stallfree.engine.staging import Staging
 from stallfree.engine.transfer import link_to
@@ -47,6 +47,7 @@ from stallfree.kernels.replay import ReplayJob
 from stallfree.kernels.windows import Call, HostExchange, WindowWork
 from stallfree.telemetry.meter import Meter
 
+NOWHERE: AbstractContextManager[None] = nullcontext()
 Hypers = dict[int, Hyper]  # by id of the parameter: tensors are slow to look up
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines that have not been closed
 
@@ -184,7 +185,10 @@ class Engine:
     @torch.no_grad()
     def step(self) -> None:
         self.check_usable()
-        hypers = self.read_hypers()
+        with NOWHERE if self.agreement.mesh is None else directly():
+            self._step(self.read_hypers())
+
+    def _step(self, hypers: Hypers) -> None:
         self.staging.collect(hypers.keys())
         weights.notice_writes(self)
         weights.refuse_steady_writes(self)

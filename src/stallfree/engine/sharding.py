@@ -27,8 +27,11 @@ PLAIN = {Tensor, nn.Parameter}  # asked for first: hooks and step() come by for 
 
 # Of many tensors, one after the other, without a line of Python for each: map(LOCAL, tensors).
 GRAD, LOCAL, SPEC, BASE, VERSION = map(attrgetter, ("grad", "_local_tensor", "_spec", "_base", "_version"))
-SHAPE = attrgetter("layout", "shape")
+SHAPE, KIND = attrgetter("layout", "shape"), attrgetter("dtype", "shape")
 form_of = attrgetter("dtype", "layout", "requires_grad", "device", "shape")
+
+# Inside, nobody asks DTensors whether they answer for themselves, which they do not: their attributes are as quick as others'.
+directly = torch._C.DisableTorchFunctionSubclass
 
 _sharded_types: dict[type, bool] = dict.fromkeys(PLAIN, False)  # whether a type is DTensor's: asked all the time
 _stand_ins: Any = WeakIdKeyDictionary()  # by parameter
@@ -126,8 +129,10 @@ def are_alone(held: Sequence[Any], lists: int = 1) -> bool:
 def memory_of(tensors: Iterable[Tensor | None]) -> list[Tensor]:
     """Tensors with all the memory of these: what they are views of, once, where they share it as fully_shard's gradients do."""
     there = [tensor for tensor in tensors if tensor is not None]
-    bases = [tensor if base is None else base for tensor, base in zip(there, map(BASE, there), strict=True)]
-    return list(dict(zip(map(id, bases), bases, strict=True)).values())
+    bases = list(map(BASE, there))
+    distinct = dict(zip(map(id, bases), bases, strict=True))
+    own = [tensor for tensor, base in zip(there, bases, strict=True) if base is None] if id(None) in distinct else []
+    return own + [base for base in distinct.values() if base is not None]
 
 
 class OwnGradients:
@@ -145,7 +150,7 @@ class OwnGradients:
         self._flat: Tensor | None = None  # the memory of the last copies
         self._uses = 0  # of it, if nobody else has any
         self._places: list[int] = []  # of those that had a gradient then
-        self._forms: list[Any] = []  # their gradients'
+        self._kinds: list[Any] = []  # their gradients'
         self._parts: list[Tensor] = []  # their copies
         self._wholes: list[Tensor] = []  # what stands in `.grad` for these
 
@@ -166,13 +171,13 @@ class OwnGradients:
             stream = torch.cuda.current_stream(there[0].device)
             for memory in memory_of(there):
                 memory.record_stream(stream)
-        forms = list(map(form_of, there))
+        kinds = list(map(KIND, there))
         flats = there if set(map(Tensor.dim, there)) == {1} else [grad.reshape(-1) for grad in there]
-        if places == self._places and forms == self._forms and self._is_alone():
+        if places == self._places and kinds == self._kinds and self._is_alone() and not any(map(is_, there, self._parts)):
             torch.cat(flats, out=self._flat)
         else:
             self._flat = torch.cat(flats)
-            self._places, self._forms = places, forms
+            self._places, self._kinds = places, kinds
             parts = self._flat.split([grad.numel() for grad in there])
             self._parts = [part.view(grad.shape) for part, grad in zip(parts, there, strict=True)]
             self._wholes = [whole(self.params[place], part) for place, part in zip(places, self._parts, strict=True)]
@@ -182,7 +187,7 @@ class OwnGradients:
             self.params[place].grad = mine
 
     def _is_alone(self) -> bool:
-        """Whether nobody has kept what stood in `.grad` last, or memory of it. What stands there still is kept."""
+        """Whether nobody has kept what stood in `.grad` last, or memory of it."""
         return are_alone(self._wholes) and are_alone(self._parts, 2) and _uses(self._flat) == self._uses
 
 

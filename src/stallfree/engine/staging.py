@@ -24,10 +24,10 @@ from stallfree.engine.sharding import (
     SHAPE,
     OwnGradients,
     are_alone,
+    directly,
     form_of,
     gradient_of,
     gradients_of,
-    is_sharded,
     memory_of,
     shard_of,
     whole,
@@ -79,7 +79,8 @@ class Staging:
                 block.missing -= block.expected[place]
             if not block.missing:
                 block.last = state
-                with torch.no_grad() if torch.is_grad_enabled() else NOWHERE:  # backward(create_graph=True)
+                without_graph = torch.no_grad() if torch.is_grad_enabled() else NOWHERE  # backward(create_graph=True)
+                with without_graph, directly() if block.sharded else NOWHERE:
                     self._stage_ready(block)
 
     def _look_at_others(self, block: BlockState, watched: WeightState) -> None:
@@ -148,9 +149,8 @@ class Staging:
         places = [place for place, grad in enumerate(grads) if grad is not None]
         if not places:
             return
-        shared = is_sharded(block.params[places[0]])
         dense = self._readable(block, grads)
-        engine.link.hold(memory_of(dense) if shared else dense, shared)
+        engine.link.hold(memory_of(dense) if block.sharded else dense, block.sharded)
         engine.turns += 1
         block.turn = engine.turns
         with engine.link.device_guard():
@@ -169,10 +169,11 @@ class Staging:
             weights = [block.block.weights[place] for place in places]
             staged = [Staged(weight, call, self) for weight in weights]
             handles = [whole(weight.param, StagedGradient(one)) for weight, one in zip(weights, staged, strict=True)]
+        params, all_staged, all_handles = block.params, block.staged, block.handles
         for place, handle, one in zip(places, handles, staged, strict=True):
             one.call, one.factor, one.zero = call, None, False
-            block.staged[place] = one
-            block.handles[place] = block.params[place].grad = handle
+            all_staged[place] = one
+            all_handles[place] = params[place].grad = handle
 
     def _readable(self, block: BlockState, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Gradients as kernels read them, as they mostly are; refuses what cannot be staged."""
