@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 NOWHERE: AbstractContextManager[None] = nullcontext()
 ATTRIBUTES, STAGED = attrgetter("__dict__"), attrgetter("staged")
-PLAIN_ONLY, HANDLES_ONLY = {Tensor}, {StagedGradient}
+PLAIN_ONLY = {Tensor}
 
 
 class Staging:
