@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -119,6 +120,42 @@ def test_what_a_handle_cannot_answer_names_the_way_out(read):
     with pytest.raises(RuntimeError, match=r"(?s)a\.weight.*full_gradient"):
         read(setting.params[0].grad)
     assert_equal(setting.full(), grads)
+
+
+def in_another_grad(grad):
+    other = nn.Parameter(torch.zeros(grad.shape))
+    other.grad = grad
+    return other
+
+
+KEEPERS = {
+    "nobody": lambda grad: None,
+    "itself": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    "weakly": weakref.ref,
+    "in another .grad": in_another_grad,
+    "marked": lambda grad: setattr(grad, "mark", 1),
+}
+
+
+@pytest.mark.parametrize("keep", KEEPERS)
+def test_a_handle_is_used_again_unless_somebody_has_kept_it(keep):
+    params = [nn.Parameter(torch.ones(6, 6)) for _ in range(2)]
+    optimizer = ZenFlowAdamW(params, min_numel=0)
+    sum(param.sum() for param in params).backward()
+    optimizer.step()
+    kept = KEEPERS[keep](params[0].grad)
+    before = id(params[0].grad), id(params[0].grad.staged)
+    optimizer.zero_grad()
+    sum(param.sum() for param in params).backward()
+    assert ((id(params[0].grad), id(params[0].grad.staged)) == before) is (keep == "nobody")
+    assert not hasattr(params[0].grad, "mark")
+    params[0].grad.norm()
+    for old in (kept, getattr(kept, "grad", None)):
+        if isinstance(old, StagedGradient):
+            with pytest.raises(RuntimeError, match="applied by step"):
+                old.mul_(2)
+    optimizer.close()
 
 
 def test_printing_a_handle_works():

@@ -94,7 +94,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             optimizer = this()
             assert optimizer is not None, "the engine outlived its optimizer"
             groups = optimizer.param_groups
-            return {id(param): hyper for group in groups for hyper in [_hyper(group)] for param in group["params"]}
+            hypers: Hypers = {}
+            for group in groups:
+                hypers.update(dict.fromkeys(map(id, group["params"]), _hyper(group)))
+            return hypers
 
         def read_params() -> list[nn.Parameter]:
             optimizer = this()

@@ -206,6 +206,39 @@ def test_blocks_are_staged_while_backward_goes_on_and_their_buffers_are_free(two
     two.run(staged_beside_backward)
 
 
+def keeps_gradients(rank):
+    run = Run.of("sharded", PRESETS["stallfree"])
+    run.play(3)
+    bias, kept, places = dict(run.model.named_parameters())["layers.0.bias"], [], []
+    for keep in (
+        None,
+        None,
+        lambda grad: grad,
+        lambda grad: grad.detach(),
+        lambda grad: grad.to_local(),
+        lambda grad: grad.to_local().view(-1)[:1],
+        None,
+        None,
+    ):
+        run.backward()
+        run.optimizer.step()
+        places.append(gradient_of(bias).data_ptr())
+        if keep is not None:
+            kept.append((keep(bias.grad), gathered(keep(bias.grad)).clone()))
+        run.optimizer.zero_grad()
+        run.call += 1
+    for now, then in kept:
+        assert torch.equal(gathered(now), then)
+    assert places[0] == places[1] == places[2]
+    assert places[-1] == places[-2]
+    assert len(set(places[2:7])) == 5, "somebody has it still"
+    run.optimizer.close()
+
+
+def test_memory_of_small_gradients_is_used_again_unless_somebody_has_kept_it(two):
+    two.run(keeps_gradients)
+
+
 def accumulates(rank, sync):
     """Two backward passes per call: reduced each time, or only once; clipped by torch; a frozen parameter; two groups."""
     model = WAYS["sharded"](Net())

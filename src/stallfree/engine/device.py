@@ -66,6 +66,7 @@ class SelectedState:
         for place, weight in enumerate(block.weights):
             self._alike.setdefault((weight.channels, weight.selected_count), []).append(place)
         self.held = torch.zeros(self.chosen.places, dtype=torch.int32, device=self.device)  # the channel of each place
+        self._squares: tuple[Tensor, Tensor] | None = None  # all there are, and the block's
         self.reset()
 
     def _layout(self, selected: Sequence[int], layouts: Layouts) -> BlockLayout:
@@ -93,6 +94,7 @@ class SelectedState:
         if installed.divided:
             self.held.copy_(installed.targets.selected)
         self.division = handover.division if handover else installed  # which gradients follow
+        self._selected = self.gradient[: self.division.layout.selected_numel]
         self.channels.of(self.channels.deferred, *self._ends).copy_(self.division.targets.rows < 0)
 
     @property
@@ -101,7 +103,9 @@ class SelectedState:
 
     @property
     def squares(self) -> Tensor:
-        return self.channels.of(self.channels.squares, *self._ends)
+        if self._squares is None or self._squares[0] is not self.channels.squares:  # more weights have joined
+            self._squares = self.channels.squares, self.channels.of(self.channels.squares, *self._ends)
+        return self._squares[1]
 
     @property
     def score(self) -> Tensor:
@@ -121,8 +125,7 @@ class SelectedState:
     def split(self, grads: Sequence[Tensor | None], deferred: Tensor, low: int) -> None:
         """Take gradients apart: norms and selected rows stay here, a piece of the deferred rows goes to `deferred`."""
         layout = self.division.layout
-        selected = self.gradient[: layout.selected_numel]
-        self.kernel.split(layout, self.division.targets, grads, self.squares, selected, deferred, low)
+        self.kernel.split(layout, self.division.targets, grads, self.squares, self._selected, deferred, low)
         self.channels.changed()
 
     @property

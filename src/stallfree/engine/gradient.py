@@ -41,16 +41,29 @@ class Owner(Protocol):
     def full_gradient(self, staged: Staged) -> Tensor: ...
 
 
+class StagedCall:
+    """The call that a block's gradients are staged for: they are consumed together."""
+
+    __slots__ = ("consumed", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.consumed = False  # applied by step(); only zero_grad() may follow
+
+
 class Staged:
     """One weight's gradient of one call: selected rows on the device, deferred rows in a slot."""
 
-    __slots__ = ("_owner", "call", "consumed", "factor", "weight", "zero")
+    __slots__ = ("_owner", "call", "factor", "weight", "zero")
 
-    def __init__(self, weight: Weight, call: int, owner: Owner) -> None:
+    def __init__(self, weight: Weight, call: StagedCall, owner: Owner) -> None:
         self.weight, self.call, self._owner = weight, call, owner
         self.factor: Tensor | None = None  # what user code multiplied the gradient by since
         self.zero = False  # zeroed by user code, and nothing added since
-        self.consumed = False  # applied by step(); only zero_grad() may follow
+
+    @property
+    def consumed(self) -> bool:
+        return self.call.consumed
 
     def norm(self) -> Tensor:
         """L2 norm of the whole gradient: fp32 scalar on the device."""
@@ -97,7 +110,7 @@ class StagedGradient(torch.Tensor):
         return handle
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
-        return f"StagedGradient({self.staged.weight.name or tuple(self.shape)}, call {self.staged.call})"
+        return f"StagedGradient({self.staged.weight.name or tuple(self.shape)}, call {self.staged.call.number})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(_way_out(self.staged, "saving or copying"))

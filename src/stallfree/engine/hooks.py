@@ -59,7 +59,7 @@ class Hooks:
             block.alike = block.alike + 1 if block.last is block.last_before else 0
             block.last_before = block.last
             # In a later pass of several, a gradient that is there may be an earlier pass's.
-            if block.alike >= ALIKE and block.on_one_stream and all(state.passes_seen <= 1 for state in block.weights):
+            if block.alike >= ALIKE and block.on_one_stream and max(block.passes_seen) <= 1:
                 self.watch_alone(block, block.last)
         block.last = None
 

@@ -1,38 +1,30 @@
 """All parameters as this engine wrote them last: whoever else writes one is noticed by its address and its version.
 
-Asked several times per call about every parameter, which is why plain ones are compared here and now, attribute by attribute.
+Asked in each call about every parameter: all are looked at together, without a line of Python for each, and one by one only if
+something is not as it was.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, KeysView, Sequence
+from operator import add
 
 from torch import Tensor, nn
 
-from stallfree.engine.sharding import PLAIN, Param, part_in, shard_of, version_of
+from stallfree.engine.sharding import LOCAL, VERSION, Param, is_sharded, part_in, shard_of, version_of
 
 
 class Written:
     """A parameter as it was seen last. Holding its memory keeps the allocator from giving the address to other contents."""
 
-    __slots__ = ("address", "memory", "param", "part", "plain", "version")
+    __slots__ = ("address", "memory", "param", "place", "plain")
 
-    def __init__(self, param: nn.Parameter) -> None:
+    def __init__(self, param: nn.Parameter, place: int) -> None:
         shard = shard_of(param)
         self.param: Param = param
-        self.memory = shard.detach()
-        self.address, self.version = shard.data_ptr(), version_of(param)
-        self.part: Tensor | None = None if type(param) in PLAIN else part_in(param)  # in a DTensor
-        self.plain = shard.is_contiguous() and (self.part is None or shard is self.part)
-
-    def touched(self) -> bool:
-        """Whether somebody else has written it since, or put it elsewhere."""
-        param, part = self.param, self.part
-        if not self.plain or (part is not None and param._local_tensor is not part):
-            return self.version != version_of(param) or self.moved()
-        if part is None:
-            return self.version != param._version or self.address != param.data_ptr() or not param.is_contiguous()
-        return self.version != param._version + part._version or self.address != part.data_ptr() or not part.is_contiguous()
+        self.place = place  # in the ledger's lists
+        self.memory, self.address = shard.detach(), shard.data_ptr()
+        self.plain = shard.is_contiguous() and shard is part_in(param)  # address and contiguity of the part say where it is
 
     def moved(self) -> bool:
         """Whether the parameter's memory is other memory now, or is read with other strides."""
@@ -45,41 +37,90 @@ class Ledger:
 
     def __init__(self) -> None:
         self._entries: dict[int, Written] = {}  # by id: tensors are slow to look up
+        # Of all of them, in order:
+        self._params: list[Param] = []
+        self._versions: list[int] = []
+        self._addresses: list[int] = []  # of the rank's parts
+        self._contiguous: list[bool] = []  # likewise
+        self._odd: list[Written] = []  # of which address and contiguity do not say where they are
+        self._sharded: set[bool] = set()  # whether there are DTensors, and whether there are others
 
     def __contains__(self, param: nn.Parameter) -> bool:
         return id(param) in self._entries
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return (entry.param for entry in self._entries.values())
+        return iter(self._params)
+
+    @property
+    def ids(self) -> KeysView[int]:
+        return self._entries.keys()
 
     def see(self, param: nn.Parameter) -> bool:
         """A parameter, as and where it is now, is as this engine wrote it. Returns whether it was elsewhere before."""
         before = self._entries.get(id(param))
-        self._entries[id(param)] = Written(param)
+        place = len(self._params) if before is None else before.place
+        entry = self._entries[id(param)] = Written(param, place)
+        part, here = part_in(param), slice(place, place + 1)  # the end, if it is new
+        self._params[here], self._versions[here] = [param], [version_of(param)]
+        self._addresses[here], self._contiguous[here] = [part.data_ptr()], [part.is_contiguous()]
+        self._odd = [odd for odd in self._odd if odd is not before] + ([] if entry.plain else [entry])
+        self._sharded.add(is_sharded(param))
         return before is not None and before.moved()
 
-    def mark(self, params: Iterable[nn.Parameter] | None = None) -> None:
+    def mark(self, params: Sequence[nn.Parameter] | None = None) -> None:
         """What all or some hold now was written by this engine since they were looked at."""
-        some = self._entries.values() if params is None else [self._entries[id(param)] for param in params]
-        for entry in some:
-            if entry.plain:
-                entry.version = entry.param._version + (0 if entry.part is None else entry.part._version)
-            else:
-                entry.version = version_of(entry.param)
+        if params is None:
+            self._versions = self._versions_of(self._params, self._parts(self._params))
+        else:
+            versions = self._versions_of(params, self._parts(params))
+            for param, version in zip(params, versions, strict=True):
+                self._versions[self._entries[id(param)].place] = version
 
-    def untouched(self, params: Iterable[nn.Parameter]) -> bool:
+    def untouched(self, params: Sequence[nn.Parameter]) -> bool:
         """Whether nobody else has written these since, in a way that torch notices, or put them elsewhere."""
-        return not any(self._entries[id(param)].touched() for param in params)
+        entries = [self._entries[id(param)] for param in params]
+        return self._as_before(params, [entry.place for entry in entries]) and not any(
+            entry.moved() for entry in entries if not entry.plain
+        )
 
     def touched(self) -> list[nn.Parameter]:
         """Those that somebody else has written since, or put elsewhere."""
-        return [entry.param for entry in self._entries.values() if entry.touched()]
+        if self._as_before(self._params):
+            return [odd.param for odd in self._odd if odd.moved()]
+        seen = zip(self._entries.values(), self._versions, strict=True)
+        return [entry.param for entry, version in seen if version != version_of(entry.param) or entry.moved()]
+
+    def _as_before(self, params: Sequence[Param], places: Sequence[int] | None = None) -> bool:
+        """Whether all, or those in some places, are as they were seen, as far as version, address and contiguity say."""
+        versions, addresses, contiguous = self._versions, self._addresses, self._contiguous
+        if places is not None:
+            versions = [versions[place] for place in places]
+            addresses = [addresses[place] for place in places]
+            contiguous = [contiguous[place] for place in places]
+        parts = self._parts(params)
+        return (
+            versions == self._versions_of(params, parts)
+            and addresses == list(map(Tensor.data_ptr, parts))
+            and contiguous == list(map(Tensor.is_contiguous, parts))
+        )
+
+    def _parts(self, params: Sequence[Param]) -> Sequence[Tensor]:
+        """The rank's."""
+        if len(self._sharded) == 1:
+            return list(map(LOCAL, params)) if True in self._sharded else params
+        return list(map(part_in, params))
+
+    def _versions_of(self, params: Sequence[Param], parts: Sequence[Tensor]) -> list[int]:
+        if len(self._sharded) == 1:
+            own = map(VERSION, params)
+            return list(map(add, own, map(VERSION, parts)) if True in self._sharded else own)
+        return list(map(version_of, params))
 
     def in_place(self, param: nn.Parameter) -> bool:
         """Whether a parameter's memory is where it was."""
-        entry = self._entries[id(param)]
-        return entry.address == (param if entry.part is None else shard_of(param)).data_ptr()
+        return self._entries[id(param)].address == shard_of(param).data_ptr()
 
     def clear(self) -> None:
         """Let go of the memory, of a model that may move from now on."""
-        self._entries.clear()
+        for of_all in (self._entries, self._params, self._versions, self._addresses, self._contiguous, self._odd):
+            of_all.clear()

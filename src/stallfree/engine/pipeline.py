@@ -13,7 +13,8 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from stallfree.engine.ledger import Ledger
 from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
 from stallfree.engine.schedule import Clock
-from stallfree.engine.sharding import Agreement, RankSums, is_sharded
+from stallfree.engine.sharding import SHAPE, Agreement, OwnGradients, RankSums, directly, is_sharded
 from stallfree.engine.slots import SlotPool, gives_at_close, plan_slots
 from stallfree.engine.staging import Staging
 from stallfree.engine.transfer import link_to
@@ -46,6 +47,7 @@ from stallfree.kernels.replay import ReplayJob
 from stallfree.kernels.windows import Call, HostExchange, WindowWork
 from stallfree.telemetry.meter import Meter
 
+NOWHERE: AbstractContextManager[None] = nullcontext()
 Hypers = dict[int, Hyper]  # by id of the parameter: tensors are slow to look up
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines that have not been closed
 
@@ -80,9 +82,11 @@ class Engine:
         self.blocks: list[BlockState] = []
         self.turns = 0  # blocks staged since the last call
         self.ledger = Ledger()  # of all parameters
-        self.resident_ids: set[int] = set()
+        self.resident_params: list[nn.Parameter] = []
+        self.resident_shapes: list[object] = []  # of their gradients
         self.exact_at = 0  # the call after which the weights were those of a flush
         self.paused: str | None = None  # why step() is refused now
+        self.written: list[WeightState] = []  # that outside writes have kept from training, until step() refuses them
         self.failed: BaseException | None = None
         self.closed = False
         self.groups: list[ResidentGroup] = []
@@ -131,7 +135,8 @@ class Engine:
         split = [weight for block in blocks for weight in block.weights]
         self.groups.extend(groups)
         self.residents.update({state.resident.param: state for group in groups for state in group.states})
-        self.resident_ids = {id(param) for param in self.residents}
+        self.resident_params = list(self.residents)
+        self.resident_shapes = [SHAPE(state.resident.shard) for state in self.residents.values()]
         if split:
             self.channels.extend(split)
         size = self.link.piece_bytes
@@ -151,7 +156,7 @@ class Engine:
         for state in self.blocks[len(self.blocks) - len(blocks) :]:
             self.hooks.watch_block(state)
             layers = {layer_of(weight.name) for weight in state.block.weights}
-            state.residents = [resident.param for resident in sharded if layer_of(resident.name) in layers]
+            state.residents = OwnGradients.of([resident.param for resident in sharded if layer_of(resident.name) in layers])
         self.agreement = Agreement([*self.residents, *self.weights])
         runs = [(weight.split, weight.channels) for weight in self.channels.weights]
         runs += [(weight.spread, 1) for weight in self.channels.weights] * 2
@@ -180,11 +185,14 @@ class Engine:
     @torch.no_grad()
     def step(self) -> None:
         self.check_usable()
-        hypers = self.read_hypers()
-        self.staging.collect(self.read_params())
+        with NOWHERE if self.agreement.mesh is None else directly():
+            self._step(self.read_hypers())
+
+    def _step(self, hypers: Hypers) -> None:
+        self.staging.collect(hypers.keys())
         weights.notice_writes(self)
         weights.refuse_steady_writes(self)
-        self.clock.tick(max(hyper.lr for hyper in hypers.values()))
+        self.clock.tick(max(map(attrgetter("lr"), hypers.values())))
         try:
             with self.link.device_guard():
                 self._update(hypers)
@@ -202,8 +210,7 @@ class Engine:
         self.publishing.publish_due(self.blocks, self.clock.call)
         self._step_device(present, hypers, factors, skip)
         for block in self.blocks:
-            settings = tuple(hypers[id(state.weight.param)] if state.staged is not None else None for state in block.weights)
-            self._collect(block, settings, record)
+            self._collect(block, hypers, record)
         closing = [(block, self._close(block)) for block in self._in_turn() if block.schedule.closes(self.clock)]
         self._replay(closing)
         self.publishing.publish_due([block for block, _ in closing], self.clock.call)
@@ -234,22 +241,21 @@ class Engine:
         for block in self.blocks:
             block.expect()
             self.hooks.after_call(block)
-            for state in block.weights:
-                if state.passes_seen:
-                    state.passes_expected = state.passes_seen
-                    state.passes_seen = 0
-                if state.staged is not None:
-                    state.staged.consumed = True
-                    state.staged = None
-                state.restored = None
+            block.finish()
         self.ledger.mark()
         self.await_windows()
         self.meter.finish_call()
 
     # Slots -> host
 
-    def _collect(self, block: BlockState, present: tuple[Hyper | None, ...], record: Tensor) -> None:
+    def _collect(self, block: BlockState, hypers: Hypers, record: Tensor) -> None:
         """Put this call's gradients into the block's window."""
+        present: tuple[Hyper | None, ...]
+        if all(block.staged):
+            present = tuple(map(hypers.__getitem__, block.ids))
+        else:
+            ids = zip(block.staged, block.ids, strict=True)
+            present = tuple(None if staged is None else hypers[number] for staged, number in ids)
         slot, block.filling = block.filling, None
         if slot is not None and not any(present):  # what was staged has been discarded
             block.give_back([slot])

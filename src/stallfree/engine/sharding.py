@@ -11,7 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from operator import attrgetter, is_
+from sys import getrefcount
 from typing import Any
+from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +25,24 @@ Groups = tuple[Any, ...]  # process groups of a mesh's dimensions, one after the
 
 PLAIN = {Tensor, nn.Parameter}  # asked for first: hooks and step() come by for every parameter
 
+# Of many tensors, one after the other, without a line of Python for each: map(LOCAL, tensors).
+GRAD, LOCAL, SPEC, BASE, VERSION = map(attrgetter, ("grad", "_local_tensor", "_spec", "_base", "_version"))
+SHAPE, KIND = attrgetter("layout", "shape"), attrgetter("dtype", "shape")
+form_of = attrgetter("dtype", "layout", "requires_grad", "device", "shape")
+
+# Inside, nobody asks DTensors whether they answer for themselves, which they do not: their attributes are as quick as others'.
+directly = torch._C.DisableTorchFunctionSubclass
+
 _sharded_types: dict[type, bool] = dict.fromkeys(PLAIN, False)  # whether a type is DTensor's: asked all the time
 _stand_ins: Any = WeakIdKeyDictionary()  # by parameter
 
 
 def is_sharded(tensor: Any) -> bool:
     """Whether it is a DTensor, which this asks without importing what would define it."""
-    kind = type(tensor)
+    return _is_sharded_type(type(tensor))
+
+
+def _is_sharded_type(kind: type) -> bool:
     answer = _sharded_types.get(kind)
     if answer is None:
         answer = _sharded_types[kind] = hasattr(kind, "device_mesh")
@@ -87,25 +101,99 @@ def gradient_of(param: Param) -> Tensor | None:
     return local
 
 
-def own_gradients(params: Iterable[Param]) -> None:
-    """Copy small gradients out of the buffers that they share with all others of their groups, so that these are free.
+def gradients_of(params: Sequence[Param]) -> list[Tensor | None]:
+    """What `gradient_of` gives for each, in one go where nothing is out of the ordinary."""
+    grads: list[Any] = list(map(GRAD, params))
+    kinds = set(map(type, grads))
+    if not any(map(_is_sharded_type, kinds)):
+        return grads
+    if len(kinds) == 1 and all(map(is_, map(SPEC, grads), map(SPEC, params))):
+        parts: list[Any] = list(map(LOCAL, grads))
+        if set(map(type, parts)) == {Tensor} and all(map(Tensor.numel, parts)):
+            return parts
+    return [gradient_of(param) for param in params]
+
+
+def _references(held: Sequence[Any]) -> int:
+    return max(map(getrefcount, held), default=0)
+
+
+ALONE = _references([object()])  # what Python counts for what nothing but one list holds
+
+
+def are_alone(held: Sequence[Any], lists: int = 1) -> bool:
+    """Whether nobody has any of these but so many lists or attributes."""
+    return _references(held) < ALONE + lists and not any(map(getweakrefcount, held))
+
+
+def memory_of(tensors: Iterable[Tensor | None]) -> list[Tensor]:
+    """Tensors with all the memory of these: what they are views of, once, where they share it as fully_shard's gradients do."""
+    there = [tensor for tensor in tensors if tensor is not None]
+    bases = list(map(BASE, there))
+    distinct = dict(zip(map(id, bases), bases, strict=True))
+    own = [tensor for tensor, base in zip(there, bases, strict=True) if base is None] if id(None) in distinct else []
+    return own + [base for base in distinct.values() if base is not None]
+
+
+class OwnGradients:
+    """Copies small gradients out of the buffers that they share with all others of their groups, so that these are free.
 
     fully_shard relies on gradients to outlive backward: their memory belongs to the stream of the reduce-scatter, which would
     use it again at once.
+
+    The copies are written to where the last ones were, and what stands in `.grad` is what did then, if nobody has kept any of
+    it: then both are as good as new.
     """
-    found = [(param, gradient_of(param)) for param in params if param.grad is not None and not is_stand_in(param)]
-    alike: dict[torch.dtype, list[tuple[Param, Tensor]]] = {}
-    for param, local in found:
-        if local is not None:
-            alike.setdefault(local.dtype, []).append((param, local))
-    for shared in alike.values():
-        if shared[0][1].is_cuda:
-            stream = torch.cuda.current_stream(shared[0][1].device)
-            for _, local in shared:
-                local.record_stream(stream)
-        copies = torch.cat([local.reshape(-1) for _, local in shared]).split([local.numel() for _, local in shared])
-        for (param, local), mine in zip(shared, copies, strict=True):
-            param.grad = whole(param, mine.view(local.shape))
+
+    def __init__(self, params: Sequence[Param]) -> None:
+        self.params = [param for param in params if not is_stand_in(param)]  # of one dtype
+        self._flat: Tensor | None = None  # the memory of the last copies
+        self._uses = 0  # of it, if nobody else has any
+        self._places: list[int] = []  # of those that had a gradient then
+        self._kinds: list[Any] = []  # their gradients'
+        self._parts: list[Tensor] = []  # their copies
+        self._wholes: list[Tensor] = []  # what stands in `.grad` for these
+
+    @classmethod
+    def of(cls, params: Sequence[Param]) -> list[OwnGradients]:
+        """One for each dtype."""
+        dtypes = dict.fromkeys(param.dtype for param in params)
+        return [cls([param for param in params if param.dtype is dtype]) for dtype in dtypes]
+
+    def take(self) -> None:
+        """Let what stands in `.grad` own its memory."""
+        grads = gradients_of(self.params)
+        places = [place for place, grad in enumerate(grads) if grad is not None]
+        there = [grad for grad in grads if grad is not None]
+        if not there:
+            return
+        if there[0].is_cuda:
+            stream = torch.cuda.current_stream(there[0].device)
+            for memory in memory_of(there):
+                memory.record_stream(stream)
+        kinds = list(map(KIND, there))
+        flats = there if set(map(Tensor.dim, there)) == {1} else [grad.reshape(-1) for grad in there]
+        if places == self._places and kinds == self._kinds and self._is_alone() and not any(map(is_, there, self._parts)):
+            torch.cat(flats, out=self._flat)
+        else:
+            self._flat = torch.cat(flats)
+            self._places, self._kinds = places, kinds
+            parts = self._flat.split([grad.numel() for grad in there])
+            self._parts = [part.view(grad.shape) for part, grad in zip(parts, there, strict=True)]
+            self._wholes = [whole(self.params[place], part) for place, part in zip(places, self._parts, strict=True)]
+            del parts
+            self._uses = _uses(self._flat)
+        for place, mine in zip(places, self._wholes, strict=True):
+            self.params[place].grad = mine
+
+    def _is_alone(self) -> bool:
+        """Whether nobody has kept what stood in `.grad` last, or memory of it."""
+        return are_alone(self._wholes) and are_alone(self._parts, 2) and _uses(self._flat) == self._uses
+
+
+def _uses(tensor: Tensor | None) -> int:
+    """How many tensors share its memory."""
+    return 0 if tensor is None else int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def whole(param: Param, local: Tensor) -> Tensor:

@@ -6,11 +6,10 @@ call, the block is staged at once; until then `.grad` is a plain tensor. `step()
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
-from sys import getrefcount
+from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import getweakrefcount
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,21 @@ from torch.autograd.graph import increment_version
 
 from stallfree.engine import weights
 from stallfree.engine.blocks import Weight, describe
-from stallfree.engine.gradient import Staged, StagedGradient
-from stallfree.engine.sharding import gradient_of, is_sharded, own_gradients, shard_of, whole
+from stallfree.engine.gradient import Staged, StagedCall, StagedGradient
+from stallfree.engine.sharding import (
+    GRAD,
+    LOCAL,
+    SHAPE,
+    OwnGradients,
+    are_alone,
+    directly,
+    form_of,
+    gradient_of,
+    gradients_of,
+    memory_of,
+    shard_of,
+    whole,
+)
 from stallfree.engine.window import BlockState, Early, WeightState
 from stallfree.kernels.windows import Call
 
@@ -27,14 +39,8 @@ if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
 
 NOWHERE: AbstractContextManager[None] = nullcontext()
-
-
-def _references(holder: list[object]) -> int:
-    held = holder[0]
-    return getrefcount(held)
-
-
-ALONE = _references([object()])  # what Python counts for what one attribute and one variable hold
+ATTRIBUTES, STAGED = attrgetter("__dict__"), attrgetter("staged")
+PLAIN_ONLY = {Tensor}
 
 
 class Staging:
@@ -42,8 +48,7 @@ class Staging:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._handles: dict[int, Tensor] = {}  # by id of the parameter: what stands in its .grad for what is staged
-        self._loose: list[nn.Parameter] = []  # sharded residents whose gradients lie among those of blocks staged already
+        self._loose: list[OwnGradients] = []  # of sharded residents whose gradients lie among those of blocks staged already
         self._zeroed = False  # some handle has been, since the last call
         self._scaling: tuple[Tensor | None, Tensor | float, int, Tensor] | None = None  # the last product of `scaled`
 
@@ -59,28 +64,33 @@ class Staging:
         if block.watched is state and elsewhere:  # the others may be anywhere: step() is behind all of them
             block.surprised = True
             return
-        state.passes_seen += 1
+        place, seen = state.place, block.passes_seen
+        seen[place] += 1
         if type(gradient_of(state.weight.param)) is StagedGradient:  # it was added to what is staged already
             return
-        if state.staged is not None:  # zero_grad() discarded it
+        if block.staged[place] is not None:  # zero_grad() discarded it
             self.discard(state)
-            state.passes_seen = 1
-        if not state.ready and state.passes_seen >= (state.passes_expected or 1):
-            state.ready = True
-            block.missing -= state.expected
+            seen[place] = 1
+        if not block.ready[place] and seen[place] >= (block.passes_expected[place] or 1):
             if block.watched is state:
                 self._look_at_others(block, state)
+            else:
+                block.ready[place] = True
+                block.missing -= block.expected[place]
             if not block.missing:
                 block.last = state
-                self._stage_ready(block)
+                without_graph = torch.no_grad() if torch.is_grad_enabled() else NOWHERE  # backward(create_graph=True)
+                with without_graph, directly() if block.sharded else NOWHERE:
+                    self._stage_ready(block)
 
     def _look_at_others(self, block: BlockState, watched: WeightState) -> None:
         """The only weight of a block that is watched is ready: then the others should be, too."""
-        for state in block.weights:
-            if state is not watched:
+        if any(block.staged):
+            for state in block.weights:
                 if state.staged is not None and type(gradient_of(state.weight.param)) is not StagedGradient:
                     self.discard(state)
-                state.ready, state.passes_seen = True, watched.passes_seen
+        count = len(block.weights)
+        block.ready, block.passes_seen = [True] * count, [block.passes_seen[watched.place]] * count
         block.missing = 0
 
     def discard(self, state: WeightState) -> None:
@@ -90,27 +100,23 @@ class Staging:
                 f"the gradient of {state.weight.name} was discarded after its update had begun: update_in_backward (preset "
                 "stronghold) cannot take an update back; call step() after every backward, or use preset zero-offload"
             )
-        state.staged, state.passes_seen = None, 0
-        self._handles.pop(id(state.weight.param), None)
-        state.block.surprised = True
-        self._not_ready(state)
+        block, place = state.block, state.place
+        if (staged := block.staged[place]) is not None:
+            staged.call = StagedCall(staged.call.number)  # it will not be consumed with the others
+        block.staged[place], block.passes_seen[place] = None, 0
+        block.surprised = True
+        self._not_ready(block, place)
 
-    def _not_ready(self, state: WeightState) -> None:
-        if state.ready:
-            state.ready = False
-            state.block.missing += state.expected
+    def _not_ready(self, block: BlockState, place: int) -> None:
+        if block.ready[place]:
+            block.ready[place] = False
+            block.missing += block.expected[place]
 
     def _stage_ready(self, block: BlockState) -> None:
         """Stage the block's gradients, unless zero_grad() has discarded some that were ready."""
-        grads: list[Tensor | None] = []
-        for state in block.weights:
-            grad = None
-            if state.ready and state.staged is None:
-                grad = gradient_of(state.weight.param)
-                if grad is None or type(grad) is StagedGradient:
-                    grad, state.passes_seen = None, 0
-                    self._not_ready(state)
-            grads.append(grad)
+        grads = gradients_of(block.params) if all(block.ready) and not any(block.staged) else None
+        if grads is None or set(map(type, grads)) != PLAIN_ONLY:
+            grads = [self._ready_gradient(state) for state in block.weights]
         if not block.missing:
             self._own_loose()
             self.stage(block, grads)
@@ -122,52 +128,65 @@ class Staging:
                     increment_version(arrived.block.shards)  # a graph that still needs what was there is refused by torch
                     engine.ledger.mark(arrived.params)
 
-    @torch.no_grad()
+    def _ready_gradient(self, state: WeightState) -> Tensor | None:
+        block, place, grad = state.block, state.place, None
+        if block.ready[place] and block.staged[place] is None:
+            grad = gradient_of(state.weight.param)
+            if grad is None or type(grad) is StagedGradient:
+                grad, block.passes_seen[place] = None, 0
+                self._not_ready(block, place)
+        return grad
+
     def _own_loose(self) -> None:
         if self._loose:
-            own_gradients(self._loose)
+            for gradients in self._loose:
+                gradients.take()
             self._loose = []
 
-    @torch.no_grad()
     def stage(self, block: BlockState, grads: Sequence[Tensor | None]) -> None:
         """Replace gradients by handles: selected rows stay on the device, deferred rows go down to the next call's slot."""
-        engine, dtype = self.engine, block.block.dtype
-        places: list[int] = []
-        dense: list[Tensor | None] = [None] * len(grads)
-        for place, grad in enumerate(grads):
-            if grad is not None:
-                dense[place] = self._readable(block.weights[place].weight, grad, dtype)
-                places.append(place)
+        engine = self.engine
+        places = [place for place, grad in enumerate(grads) if grad is not None]
         if not places:
             return
-        engine.link.hold(dense, shared=is_sharded(block.params[places[0]]))
-        call = engine.clock.call + 1
+        dense = self._readable(block, grads)
+        engine.link.hold(memory_of(dense) if block.sharded else dense, block.sharded)
         engine.turns += 1
         block.turn = engine.turns
         with engine.link.device_guard():
             self._fill(block, places, dense)
-        for place in places:
-            state = block.weights[place]
-            state.staged = staged = Staged(state.weight, call, self)
-            param = state.weight.param
-            self._handles[id(param)] = param.grad = self._handle(state, staged)
+        self._stand(block, places)
         self._loose += block.residents
         if engine.config.update_in_backward and block.early is None:
             self._replay_early(block, [block.weights[place] for place in places])
 
-    def _handle(self, state: WeightState, staged: Staged) -> Tensor:
-        """What stands for a gradient in `.grad`: what did in the last call, if nobody has kept it."""
-        handle, param = state.handle, state.weight.param
-        if handle is not None and getrefcount(handle) <= ALONE and not getweakrefcount(handle):
-            part: Any = handle if type(handle) is StagedGradient else getattr(handle, "_local_tensor")  # noqa: B009
-            if len(part.__dict__) == 1 and (part is handle or getrefcount(part) <= ALONE):  # nothing hangs on it but `staged`
-                part.staged = staged
-                return handle
-        handle = state.handle = whole(param, StagedGradient(staged))
-        return handle
+    def _stand(self, block: BlockState, places: Sequence[int]) -> None:
+        """Let handles stand in `.grad` for what has been staged: those of the last call, if nobody has kept any of them."""
+        call = block.staging(self.engine.clock.call + 1)
+        handles = [block.handles[place] for place in places]
+        staged = _released(handles)
+        if staged is None:
+            weights = [block.block.weights[place] for place in places]
+            staged = [Staged(weight, call, self) for weight in weights]
+            handles = [whole(weight.param, StagedGradient(one)) for weight, one in zip(weights, staged, strict=True)]
+        params, all_staged, all_handles = block.params, block.staged, block.handles
+        for place, handle, one in zip(places, handles, staged, strict=True):
+            one.call, one.factor, one.zero = call, None, False
+            all_staged[place] = one
+            all_handles[place] = params[place].grad = handle
 
-    def _readable(self, weight: Weight, grad: Tensor, dtype: torch.dtype) -> Tensor:
-        """A gradient as kernels read it; refuses what cannot be staged."""
+    def _readable(self, block: BlockState, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
+        """Gradients as kernels read them, as they mostly are; refuses what cannot be staged."""
+        there = [grad for grad in grads if grad is not None]
+        if len(there) == len(grads) and list(map(form_of, there)) == block.forms and all(map(Tensor.is_contiguous, there)):
+            return grads
+        weights, dtype = block.block.weights, block.block.dtype
+        return [
+            None if grad is None else self._made_readable(weight, grad, dtype)
+            for weight, grad in zip(weights, grads, strict=True)
+        ]
+
+    def _made_readable(self, weight: Weight, grad: Tensor, dtype: torch.dtype) -> Tensor:
         param, engine = weight.param, self.engine
         if not _fits(grad, weight.shape):
             refuse_gradient(weight.shard, grad, weight.name)
@@ -202,7 +221,7 @@ class Staging:
     def _replay_early(self, block: BlockState, states: Sequence[WeightState]) -> None:
         """Begin the host update of a block, if its number of backward passes is known."""
         engine = self.engine
-        if any(state.passes_expected is None for state in states):
+        if any(block.passes_expected[state.place] is None for state in states):
             return
         weights.notice_writes(engine)
         hypers, places = engine.read_hypers(), frozenset(state.place for state in states)
@@ -213,53 +232,54 @@ class Staging:
 
     # In step()
 
-    def collect(self, params: Iterable[nn.Parameter]) -> None:
-        """Make `.grad` and what is staged agree; refuse what cannot be used before anything changes."""
-        engine, handles, residents = self.engine, self._handles, self.engine.resident_ids
+    def collect(self, ids: Set[int]) -> None:
+        """Make `.grad` and what is staged agree; refuse what cannot be used before anything changes.
+
+        ids: of the optimizer's parameters.
+        """
+        engine = self.engine
         self._own_loose()
-        left = self._zeroed  # whether anything is still to be staged, or has been discarded
-        newcomers = []
-        for param in params:
-            grad = param.grad
-            if grad is None:
-                left = left or id(param) in handles
-                continue
-            if grad is handles.get(id(param)):
-                continue
-            grad = gradient_of(param)
-            if type(grad) is StagedGradient:
-                self._check_mine(param, grad.staged)
-                left = True
-                continue
-            shard = shard_of(param)
-            if grad is not None and not _fits(grad, shard.shape):
-                refuse_gradient(shard, grad, engine.read_name(param))
-            if id(param) not in residents:
-                left = True
-                if param not in engine.ledger:
-                    newcomers.append((engine.read_name(param), param))
-        if newcomers:  # frozen at construction, trained now
+        left = [block for block in engine.blocks if self._zeroed or not _stands(block)]
+        for block in left:
+            for param in block.params:
+                self._check(param)
+        grads = gradients_of(engine.resident_params)
+        if set(map(type, grads)) != PLAIN_ONLY or list(map(SHAPE, grads)) != engine.resident_shapes:
+            for param in engine.resident_params:
+                self._check(param)
+        strangers = set() if ids <= engine.ledger.ids else ids - engine.ledger.ids  # that were frozen at construction
+        newcomers = [
+            (engine.read_name(param), param)
+            for param in (engine.read_params() if strangers else ())
+            if id(param) in strangers and param.grad is not None
+        ]
+        if newcomers:  # they are trained now
+            for _, param in newcomers:
+                self._check(param)
             engine.adopt(newcomers)
-        if left:
-            self._stage_left()
+            left = engine.blocks
+        for block in left:
+            self._stage_left(block)
 
-    def _stage_left(self) -> None:
+    def _check(self, param: nn.Parameter) -> None:
+        """Refuse a gradient that cannot be used."""
+        grad = gradient_of(param)
+        if type(grad) is StagedGradient:
+            self._check_mine(param, grad.staged)
+        elif grad is not None:
+            shard = shard_of(param)
+            if not _fits(grad, shard.shape):
+                refuse_gradient(shard, grad, self.engine.read_name(param))
+
+    def _stage_left(self, block: BlockState) -> None:
         """Stage what hooks have not."""
-        for block in self.engine.blocks:
-            grads = [None if self._stands(state) else self._left(state) for state in block.weights]
-            if any(grad is not None for grad in grads):
-                block.surprised = True
-                self.stage(block, grads)
-
-    def _stands(self, state: WeightState) -> bool:
-        """Whether what is staged of a weight is all there is to it."""
-        param = state.weight.param
-        grad = param.grad
-        return state.staged is not None and grad is not None and grad is self._handles.get(id(param)) and not state.staged.zero
+        grads = [self._left(state) for state in block.weights]
+        if any(grad is not None for grad in grads):
+            block.surprised = True
+            self.stage(block, grads)
 
     def forget(self) -> None:
         """After a call, which has consumed what was staged."""
-        self._handles.clear()
         self._zeroed = False
 
     def _check_mine(self, param: nn.Parameter, staged: Staged) -> None:
@@ -309,7 +329,7 @@ class Staging:
 
     def norm(self, staged: Staged) -> Tensor:
         state = self.engine.weights[staged.weight.param]
-        just_applied = state.staged is None and staged.consumed and staged.call == self.engine.clock.call
+        just_applied = state.staged is None and staged.consumed and staged.call.number == self.engine.clock.call
         if not just_applied:  # until the next backward pass the norm is still there
             self.check_current(staged)
         return self.engine.channels.norm(staged.weight)
@@ -347,15 +367,13 @@ class Staging:
         engine.meter.restages += not staged.zero
         state.block.surprised = True
         total = self.full_gradient(staged).add_(grad, alpha=alpha)
-        block, call = state.block, engine.clock.call + 1
+        block = state.block
         grads: list[Tensor | None] = [None] * len(block.weights)
         grads[state.place] = total
         with engine.link.device_guard():
             self._fill(block, [state.place], grads)
-        staged.factor, staged.zero, staged.consumed, staged.call = None, False, False, call
-        state.staged = staged
-        if (handle := staged.weight.param.grad) is not None:
-            self._handles[id(staged.weight.param)] = handle
+        staged.factor, staged.zero, staged.call = None, False, block.staging(engine.clock.call + 1)
+        block.staged[state.place] = staged
 
     def full_gradient(self, staged: Staged) -> Tensor:
         """The plain gradient of a handle: a device tensor of the shard's shape. Waits for its copy."""
@@ -378,6 +396,24 @@ class Staging:
                 channels = division.deferred[place][held.start : held.stop]
                 rows.index_copy_(0, channels, link.send(layout.deferred_rows(piece, place, low)))
         return full if staged.factor is None else full.mul_(staged.factor)
+
+
+def _released(handles: Sequence[Any]) -> list[Staged] | None:
+    """What handles stand for, if nobody has kept any: they, and it, can be used again."""
+    if not are_alone(handles, 2):
+        return None
+    parts = handles if type(handles[0]) is StagedGradient else list(map(LOCAL, handles))
+    staged = list(map(STAGED, parts))
+    alone = are_alone(staged, 2) and (parts is handles or are_alone(parts, 2))
+    return staged if alone and max(map(len, map(ATTRIBUTES, parts))) == 1 else None  # nothing hangs on any but `staged`
+
+
+def _stands(block: BlockState) -> bool:
+    """Whether what is staged of a block is all there is to it."""
+    standing = block.handles
+    if not all(block.staged):
+        standing = [None if staged is None else handle for staged, handle in zip(block.staged, standing, strict=True)]
+    return all(map(is_, map(GRAD, block.params), standing))
 
 
 def _is_early(state: WeightState) -> bool:

@@ -119,9 +119,9 @@ def _export_weight(block: BlockState, state: WeightState) -> Entry:
             "interval": block.schedule.interval,
             "last_selection": block.schedule.last_selection,
         },
-        "passes": state.passes_expected,
+        "passes": block.passes_expected[place],
         "usual": {  # what the next backward pass is compared with
-            "expected": state.expected,
+            "expected": block.expected[place],
             "watched": block.watched is state,
             "last": block.last_before is state,
             "alike": block.alike,
@@ -188,10 +188,9 @@ def abandon(engine: Engine) -> None:
         if block.early is not None:
             engine.worker.wait(block.early.work)
         block.early = None
+        block.let_go()
         for state in block.weights:
-            if state.staged is not None:
-                state.staged.consumed = True
-            state.staged, state.passes_seen, state.restored, state.writes = None, 0, None, []
+            state.writes = []
         block.clear()
         if block.filling is not None:
             block.give_back([block.filling])
@@ -269,12 +268,12 @@ def _load_usual(engine: Engine, block: BlockState, entries: list[dict[str, Any]]
     """How gradients have come lately: it decides what is published during backward, and so what a surprise would read."""
     block.alike, block.regular, block.turn = (entries[0][name] for name in ("alike", "regular", "turn"))
     for state, saved in zip(block.weights, entries, strict=True):
-        state.expected = saved["expected"]
+        block.expected[state.place] = saved["expected"]
         if saved["last"]:
             block.last_before = state
         if saved["watched"]:
             engine.hooks.watch_alone(block, state)
-    block.missing = sum(state.expected for state in block.weights)
+    block.missing = sum(block.expected)
 
 
 def _load_half(block: BlockState, entries: list[Entry]) -> None:
@@ -315,11 +314,11 @@ def _load_weight(engine: Engine, state: WeightState, saved: Entry) -> None:
             half.rows(half.exp_avg_sq, place).copy_(saved["selected_moments"][1])
     if half.installed.divided:
         host.deferred.copy_(half.installed.deferred[place])
-    state.passes_expected = saved["passes"]
+    state.block.passes_expected[place] = saved["passes"]
     param = state.weight.param
     state.weight.shard.copy_(saved["published"])
     engine.see(param)
-    state.restored = saved["published"].to("cpu", copy=True)
+    state.block.restored[place] = saved["published"].to("cpu", copy=True)
 
 
 def _load_call(engine: Engine, block: BlockState, slots: tuple[dict[str, Any], ...]) -> CollectedCall:

@@ -120,6 +120,8 @@ def _show_exact(engine: Engine, block: BlockState) -> None:
 
 def notice_writes(engine: Engine) -> None:
     """Honour weights that were written from outside since the last call: they become the masters."""
+    if not engine.ledger.touched():
+        return
     with engine.uninterrupted():
         changed = engine.ledger.touched()
         for param in changed:
@@ -156,7 +158,8 @@ def _layout(contiguous: bool) -> str:
 def _absorb(engine: Engine, state: WeightState) -> None:
     """As after a synchronous step: every gradient so far is in the moments, and the written weights are the masters."""
     param, block, place = state.weight.param, state.block, state.place
-    if state.restored is None or not torch.equal(shard_of(param).detach().cpu(), state.restored):
+    restored = block.restored.get(place)
+    if restored is None or not torch.equal(shard_of(param).detach().cpu(), restored):
         block.settle()
         for window in block.queue:
             window.dropped.add(place)
@@ -166,11 +169,14 @@ def _absorb(engine: Engine, state: WeightState) -> None:
         call = engine.clock.call
         if (engine.clock.interval, engine.config.lag) != (1, 0) and engine.exact_at != call:
             state.writes = [earlier for earlier in state.writes if call - HABIT < earlier < call] + [call]
+            if len(state.writes) == HABIT - 1:
+                engine.written.append(state)
 
 
 def refuse_steady_writes(engine: Engine) -> None:
     """Refuse to train weights that are written between any two calls: what is on its way to them would never arrive."""
-    for state in engine.weights.values():
+    while engine.written:
+        state = engine.written.pop(0)
         if len(state.writes) == HABIT - 1:
             state.writes = []
             raise RuntimeError(

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import STATE, Block, Weight, describe
 from stallfree.engine.device import Division, SelectedState
 from stallfree.engine.exchange import Exchange
-from stallfree.engine.gradient import Staged
+from stallfree.engine.gradient import Staged, StagedCall
 from stallfree.engine.host import HostState
 from stallfree.engine.schedule import BlockSchedule
+from stallfree.engine.sharding import OwnGradients, form_of, is_sharded
 from stallfree.engine.slots import Slot, SlotPool
 from stallfree.engine.streams import Point
 from stallfree.engine.transfer import Arrival, Link
@@ -23,20 +24,17 @@ from stallfree.kernels.windows import HostBlock, HostExchange
 
 
 class WeightState:
-    """One weight's place in its block, its host half, and the gradient of the call that is under way."""
+    """One weight's place in its block, and its host half. What changes in every call is in lists of its block."""
 
     def __init__(self, weight: Weight, block: BlockState, place: int, config: ZenFlowConfig) -> None:
         self.weight, self.block, self.place = weight, block, place
         self.host = HostState(weight, config)
-        self.staged: Staged | None = None
-        self.handle: Tensor | None = None  # that stood in `.grad` for the gradient staged last
-        self.ready = False  # no further pass is expected before the next call
-        self.expected = True  # a gradient is: there was one in the last call
         self.stream: int | None = None  # that its gradient was computed on, when it was watched last
-        self.passes_seen = 0  # backward passes since the last call
-        self.passes_expected: int | None = None  # learned from the last call that had any
-        self.restored: Tensor | None = None  # what load_state_dict wrote, until the next call
         self.writes: list[int] = []  # the last calls after which a write from outside took the place of updates
+
+    @property
+    def staged(self) -> Staged | None:
+        return self.block.staged[self.place]
 
     def halves(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """The device's and the host's tensor of each part of the state, in the same order."""
@@ -138,7 +136,11 @@ class BlockState:
         self.scale = config.deferred_lr_scale
         self.names = ", ".join(describe(weight.name, weight.param) for weight in block.weights)  # for messages
         self.weights = [WeightState(weight, self, place, config) for place, weight in enumerate(block.weights)]
-        self.residents: list[nn.Parameter] = []  # sharded ones of the same layers
+        self.params = block.params
+        self.ids = [id(param) for param in self.params]
+        self.sharded = any(map(is_sharded, self.params))
+        self.forms = [form_of(weight.shard.detach()) for weight in block.weights]  # of gradients, as they mostly are
+        self.residents: list[OwnGradients] = []  # of sharded ones of the same layers
         self.exchange = Exchange(half, link, pool) if half.chosen.places else None
         self.host = HostBlock(
             weights=tuple(state.host.kept for state in self.weights),
@@ -154,6 +156,15 @@ class BlockState:
         self.queue: list[Window] = []
         self.work: Point | None = None  # the last that the host was given; it works in order
         self.early: Early | None = None
+        # By weight. Mostly all weights of a block are alike, and a list is asked, and set, at once.
+        self.call: StagedCall | None = None  # that gradients are staged for; None: none is
+        self.staged: list[Staged | None] = [None] * len(self.weights)
+        self.handles: list[Tensor | None] = [None] * len(self.weights)  # that stood in `.grad` for what was staged last
+        self.ready = [False] * len(self.weights)  # no further pass is expected before the next call
+        self.expected = [True] * len(self.weights)  # a gradient is: there was one in the last call
+        self.passes_seen = [0] * len(self.weights)  # backward passes since the last call
+        self.passes_expected: list[int | None] = [None] * len(self.weights)  # learned from the last call that had any
+        self.restored: dict[int, Tensor] = {}  # by place: what load_state_dict wrote, until the next call
         self.missing = len(self.weights)  # weights whose gradients are expected and not ready
         self.surprised = False  # in the call under way, more or fewer gradients have come than were expected
         self.regular = False  # nothing of that kind happened in the last call
@@ -165,10 +176,6 @@ class BlockState:
     @property
     def phase(self) -> int:
         return self.schedule.phase
-
-    @property
-    def params(self) -> list[nn.Parameter]:
-        return self.block.params
 
     @property
     def host_nbytes(self) -> int:
@@ -209,7 +216,7 @@ class BlockState:
             self.exchange.selected.fill_(-1)
         for state in self.weights:
             state.host.reset()
-            state.passes_expected = None
+        self.passes_expected = [None] * len(self.weights)
 
     def settle(self) -> None:
         """Wait for host work, and bring the halves up to date with it. The weights stay as they are.
@@ -231,7 +238,7 @@ class BlockState:
     @property
     def finished(self) -> bool:
         """Whether this backward pass has no more use for the weights: as far as can be known, from a call without surprises."""
-        return self.regular and not self.surprised and all(state.staged is not None for state in self.weights)
+        return self.regular and not self.surprised and all(self.staged)
 
     def due(self, call: int) -> list[Window]:
         """What is published in a call, in order: a window that is due takes earlier ones with it."""
@@ -254,15 +261,35 @@ class BlockState:
             window.pieces.clear()
             self.give_back(window.slots, window.read)
 
+    def staging(self, call: int) -> StagedCall:
+        """What gradients are staged for now."""
+        if self.call is None:
+            self.call = StagedCall(call)
+        return self.call
+
     def expect(self) -> None:
-        """Begin to wait for the gradients of the next call: of those weights that had one in this call."""
-        if self.watched is not None:
-            for state in self.weights:
-                state.passes_seen = max(state.passes_seen, self.watched.passes_seen)
-        if any(state.staged is not None for state in self.weights):
-            for state in self.weights:
-                state.expected = state.staged is not None
-        for state in self.weights:
-            state.ready = False
-        self.missing = sum(state.expected for state in self.weights)
+        """After a call: begin to wait for the gradients of the next one, of those weights that had one in this call."""
+        if self.watched is not None:  # the others have not been counted
+            seen = self.passes_seen[self.watched.place]
+            if self.passes_seen.count(seen) < len(self.weights):
+                self.passes_seen = [max(passes, seen) for passes in self.passes_seen]
+        if any(self.staged):
+            self.expected = list(map(bool, self.staged))
+        self.ready = [False] * len(self.weights)
+        self.missing = sum(self.expected)
         self.regular, self.surprised = not self.surprised, False
+
+    def finish(self) -> None:
+        """After a call, which has applied what was staged."""
+        seen: list[int | None] = list(self.passes_seen)
+        if 0 in seen:
+            seen = [passes or before for passes, before in zip(seen, self.passes_expected, strict=True)]
+        self.passes_expected = seen
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Of what was staged: it has been applied, or given up."""
+        if self.call is not None:
+            self.call.consumed, self.call = True, None
+        self.staged, self.passes_seen = [None] * len(self.weights), [0] * len(self.weights)
+        self.restored = {}
