@@ -77,6 +77,7 @@ class Engine:
         self.publishing = Publishing(self.link, self.kernel)
         self.residents: dict[nn.Parameter, ResidentState] = {}
         self.weights: dict[nn.Parameter, WeightState] = {}
+        self.states: list[WeightState] = []  # the same, by key
         self.blocks: list[BlockState] = []
         self.turns = 0  # blocks staged since the last call
         self.ledger = Ledger()  # of all parameters
@@ -88,7 +89,7 @@ class Engine:
         self.groups: list[ResidentGroup] = []
         self.kinds: list[tuple[str, ...]] = []  # of parameters: of each norm that a call is judged by
         self._layouts: Layouts = {}
-        self._sums = RankSums([], device)  # in the order of `Channels.add_up`
+        self._sums = RankSums([], device)  # squares of channels, and then the sums of a verdict
         self.agreement = Agreement([])
         self._adamw: Update | None = None  # of all that the device updates; None: to be planned
         on_gradient = weakref.WeakMethod(self.staging.on_gradient)
@@ -141,6 +142,7 @@ class Engine:
             self.blocks.append(BlockState(block, half, self.link, self.pool, self.config))
             self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
         self.pool.follow(plan_slots([block.block for block in self.blocks], self.config))
+        self.states = list(self.weights.values())
         trained = [*(resident.param for group in residents for resident in group), *(weight.param for weight in split)]
         self._take_over(trained)
         self._adamw = None
@@ -198,7 +200,7 @@ class Engine:
         self.link.follow()
         self.link.rejoin(at_once=self.config.lag == 0)  # what runs beside may read what a call drops until the next one
         present = [group.gather() for group in self.groups]
-        skip, factors, record = self.judge(self.channels.add_up(self._sums, [group.norm() for group in self.groups]))
+        skip, factors, record = self.judge(self._sums)
         self.publishing.publish_due(self.blocks, self.clock.call)
         self._step_device(present, hypers, factors, skip)
         for block in self.blocks:
