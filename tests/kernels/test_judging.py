@@ -9,6 +9,7 @@ from block_cases import DTYPES, KERNELS, SENTINEL, make_kernel, same
 from stallfree.kernels.judging import Evidence, Rule
 from stallfree.kernels.torch_block import TorchBlock
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, in triton's interpreter
 SIZES = {  # by name: channels of weights; elements of groups of residents, and how many residents they are
     "some": ([7, 64, 1, 33], [40, 3], 5),
     "many": ([3 + i % 5 for i in range(12)], [11], 19),

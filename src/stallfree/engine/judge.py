@@ -50,15 +50,14 @@ class Judge:
         self._masks.clear()
         engine.meter.follow(verdict, engine.kinds)
 
-    def __call__(self, ranks: RankSums) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, staged: Sequence[Staged | None], ranks: RankSums) -> tuple[Tensor, Tensor, Tensor]:
         """Whether to skip this call, and by weight and then by resident what its gradient is multiplied by, on the device.
 
-        The last is the host's copy of both. Every rank comes to the same answer.
+        The last is the host's copy of both. Every rank comes to the same answer. staged: by weight.
         """
         engine, judging = self.engine, self._judging
         assert judging is not None
         call, verdict = engine.clock.call, judging.verdict
-        staged = [state.staged for state in engine.states]
         there = [gradient for gradient in staged if gradient is not None]
         present = None if len(there) == len(staged) else self._mask(tuple(gradient.weight.key for gradient in there))
         scales = self._scales(staged, there)

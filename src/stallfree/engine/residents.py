@@ -45,6 +45,7 @@ class ResidentGroup:
     def __init__(self, residents: Sequence[Resident]) -> None:
         self.residents = tuple(residents)
         self._params = [resident.param for resident in residents]
+        self.ids = [id(param) for param in self._params]
         device, dtype = residents[0].shard.device, residents[0].dtype
         self.layout = BlockLayout([_segment(resident.numel) for resident in residents], device)
         self.master = torch.empty(self.layout.selected_numel, dtype=torch.float32, device=device)

@@ -147,6 +147,8 @@ class TritonUpdate:
         starts = range(0, len(weights), size)
         self._portions = [_Portion(weights[i : i + size], settings[i : i + size], tiling, device) for i in starts]
         self._patterns: dict[tuple[int, ...], _Arrangement] = {}
+        self._pattern: tuple[int, ...] = ()  # of the last step: of each weight the place of its settings, -1: takes no step
+        self._firsts: list[int] = []  # of each place the first weight
         self._hypers: list[Hyper | None] = []
         self._settings: list[tuple[int, ...]] = []
         self._arrangement = _Arrangement((), ())
@@ -176,6 +178,10 @@ class TritonUpdate:
 
     def _arrange(self, hypers: list[Hyper | None]) -> None:
         """Prepare steps with these settings."""
+        known = [*map(hypers.__getitem__, self._firsts), None]
+        if [*map(known.__getitem__, self._pattern)] == hypers:  # arranged as before: quick where the same ones are shared
+            self._hypers, self._settings = hypers, [_bits(hyper) for hyper in known if hyper is not None]
+            return
         names = list(map(id, hypers))
         objects = dict(zip(names, hypers, strict=True))  # few: mostly one for each group of parameters
         places: dict[Hyper, int] = {}
@@ -186,6 +192,7 @@ class TritonUpdate:
             if len(self._patterns) >= PATTERNS:
                 self._patterns.clear()
             arrangement = self._patterns[pattern] = self._arrangement_of(pattern)
+        self._pattern, self._firsts = pattern, [pattern.index(place) for place in range(len(places))]
         self._hypers, self._arrangement, self._settings = hypers, arrangement, [_bits(hyper) for hyper in places]
 
     def _arrangement_of(self, pattern: tuple[int, ...]) -> _Arrangement:
