@@ -289,3 +289,15 @@ def test_misuse_is_refused_before_anything_is_written(kernel, device):
     ):
         with pytest.raises(ValueError, match=r"must be|follow each other"):
             kernel.judging(Evidence(**dict(starts=case.evidence.starts, residents=5) | flats | mistake), RULE)
+
+
+@pytest.mark.gpu
+def test_the_driver_launches_it():
+    """All launches of a call, whatever their integers, in one call of the driver."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda", torch.cuda.current_device())
+    judging = Case(make_kernel("triton-small", device), device, "large").judging
+    launches = [*(launch for launch, _ in judging._measure), judging._judge]
+    assert len(launches) == 3
+    assert all(launch.is_direct and launch.code is not None for launch in launches)

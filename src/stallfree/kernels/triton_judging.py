@@ -210,7 +210,7 @@ class TritonJudging:
             parts.append((begin, count, out))
             return begin
 
-        any_dtype = evidence.groups[0].dtype if evidence.groups else torch.float32
+        any_dtype = evidence.groups[0].dtype if evidence.groups else torch.float32  # squares are fp32, with whichever they go
         for weight, (first, end) in enumerate(pairwise(evidence.starts)):
             count = -(-(end - first) // size)
             out, held = (taken(count, sums + item * place) for place in (weight, weights + weight))
