@@ -51,9 +51,8 @@ class ResidentGroup:
         self.master = torch.empty(self.layout.selected_numel, dtype=torch.float32, device=device)
         self.exp_avg, self.exp_avg_sq = torch.empty_like(self.master), torch.empty_like(self.master)
         self.steps = torch.zeros(self.layout.places, dtype=torch.int32, device=device)
-        self._gradient = torch.empty_like(self.master, dtype=dtype)
-        self._parts = [self.part(self._gradient, place) for place in range(len(residents))]
-        self.gradients = self._gradient[: sum(resident.numel for resident in residents)].zero_()  # zeros for who has none
+        self.gradients = torch.zeros_like(self.master, dtype=dtype)  # zeros of those that have none
+        self._parts = [self.part(self.gradients, place) for place in range(len(residents))]
         self.kinds = tuple(dict.fromkeys(kind_of(resident.name, resident.param) for resident in residents))
         self._plain_params = all(type(resident.param) in PLAIN for resident in residents)
         self._shaped = [place for place, resident in enumerate(residents) if len(resident.shape) != 1]
@@ -79,7 +78,7 @@ class ResidentGroup:
         ]
         weights = [resident.shard.detach() for resident in self.residents] if self._plain is None else [self._plain]
         return Part(
-            self.layout, torch.cat(every), weights, self.master, self.exp_avg, self.exp_avg_sq, self.steps, self._gradient
+            self.layout, torch.cat(every), weights, self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.gradients
         )
 
     def gather(self) -> list[bool]:
