@@ -21,7 +21,7 @@ from torch import Tensor
 from stallfree.kernels.block import Part, Segment, check_parts, check_step
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.triton_functions import adamw_kernel, count_kernel
-from stallfree.kernels.triton_launch import Launch, current_device
+from stallfree.kernels.triton_launch import Launch, current_device, launch_all
 from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Table, Tile, Tiling, programs, table
 
 COUNT_PLACES = 128  # the share of one program
@@ -160,11 +160,14 @@ class TritonUpdate:
         if hypers != self._hypers:  # quick where they are the same objects
             self._arrange(hypers)
         factor, flag, settings = factors.data_ptr(), skip.data_ptr(), self._settings
-        with current_device(self._device):
-            for launch, tiles, place, mask in self._arrangement.counts:
-                launch(tiles, factor, flag, *settings[place], mask)
-            for launch, tiles, mask in self._arrangement.states:
-                launch(tiles, flag, mask)
+        counts, states = self._arrangement
+        launches: list[tuple[Launch, tuple[int | Mask, ...]]] = [
+            (launch, (tiles, factor, flag, *settings[place], mask)) for launch, tiles, place, mask in counts
+        ]
+        launches += [(launch, (tiles, flag, mask)) for launch, tiles, mask in states]
+        if launches:
+            with current_device(self._device):
+                launch_all(*launches)
 
     def _load(self) -> None:
         """Compile and load, by launches in which no weight is present."""
