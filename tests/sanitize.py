@@ -15,6 +15,7 @@ from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.kernels import block_kernel
 from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, targets
 from stallfree.kernels.device import Hyper
+from stallfree.kernels.judging import Evidence, Rule
 from stallfree.kernels.torch_block import TorchBlock
 
 # channels, length, axis, selected
@@ -32,7 +33,7 @@ def drawn(numel: int, dtype: torch.dtype, device: torch.device, seed: int) -> to
 
 
 def kernels(kernel: BlockKernel, device: torch.device, shapes: list, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Split, two steps of AdamW and a publish; everything that they have written."""
+    """Split, two judgements, two steps of AdamW and a publish; everything that they have written."""
     layout = BlockLayout([Segment(*shape) for shape in shapes], device)
     orders = [
         torch.randperm(segment.channels, generator=torch.Generator().manual_seed(1)).to(device) for segment in layout.segments
@@ -55,11 +56,17 @@ def kernels(kernel: BlockKernel, device: torch.device, shapes: list, dtype: torc
         kernel.split(layout, division, present, squares, rows, staged)
     update = kernel.plan([Part(layout, division.selected, weights, *state, steps, rows)])
     factors = torch.full((len(shapes),), 0.5, device=device)
+    score, record = torch.zeros_like(squares), torch.zeros(1 + len(shapes) + 5, device=device)
+    starts = [*layout.channel_starts, layout.channels]
+    judging = kernel.judging(Evidence(starts, squares, division.rows < 0, score, [rows], 5), Rule(1.0, True, 0.9))
+    judging.judge(1, record)
+    judging.judge(2, record, torch.tensor([False, *[True] * (len(shapes) - 1)], device=device), factors)
     hyper = Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1)
     for skip in (False, True):
         update.step([hyper, None, hyper], factors, torch.tensor(skip, device=device))
     kernel.publish(layout, division, weights, staged)
-    return [squares, rows, staged, *state, steps, *weights]
+    judged = [score, record, *vars(judging.verdict).values()]
+    return [squares, rows, staged, *judged, *state, steps, *weights]
 
 
 def train(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:

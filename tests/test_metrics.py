@@ -77,6 +77,23 @@ def test_the_gradient_norm_is_that_of_all_gradients_before_clipping(device, dtyp
     optimizer.close()
 
 
+def test_the_gradient_norm_is_that_of_the_gradients_there_are(device):
+    """Of some parameters or all, call by call."""
+    shapes = {"a": (40, 8), "b.bias": (5,), "d.bias": (3,), "e.bias": (2, 2)}
+    params = {name: torch.nn.Parameter(torch.ones(shape, device=device)) for name, shape in shapes.items()}
+    optimizer = ZenFlowAdamW(params.items(), **SETTINGS | dict(min_numel=100))
+    for used in ("abde", "abd", "be", "d", "", "a", "bde", "abde"):
+        squares = 0.0
+        for place, (name, p) in enumerate(params.items(), 1):
+            if name[0] in used:
+                (p.sum() * place).backward()
+                squares += p.numel() * place**2
+        optimizer.step()
+        optimizer.zero_grad()
+        assert optimizer.metrics()["grad_norm"] == pytest.approx(squares**0.5, rel=1e-6)
+    optimizer.close()
+
+
 def test_rho_is_the_share_of_the_squared_norm_in_deferred_channels(device):
     """Everything is deferred until the first selection, which takes the largest channels of gradients that do not change."""
 

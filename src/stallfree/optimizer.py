@@ -8,6 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -337,6 +338,12 @@ def _hyper(group: dict[str, Any]) -> Hyper:
             raise ValueError(f"{name} must be a finite number, at least 0; got {value}")
     if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
         raise ValueError(f"betas must be from 0 to below 1; got {group['betas']}")
+    return _one_of(hyper)
+
+
+@lru_cache(maxsize=64)
+def _one_of(hyper: Hyper) -> Hyper:
+    """The same object for the same settings: that nothing has changed, for hundreds of weights, is then seen at a glance."""
     return hyper
 
 

@@ -50,6 +50,7 @@ def triton_block(device, small):
         rows=module.Tile(4, 16, 32, 4),
         column_state=module.Tile(4, 16, 16, 4),
         row_state=module.Tile(4, 16, 16, 4),
+        judging=module.Shares(16, 2, 8),
     )
     return module.TritonBlock(device, tiling)
 

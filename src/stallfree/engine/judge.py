@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import repeat
+from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from stallfree.engine.channels import Summed
+from stallfree.engine.gradient import Staged
 from stallfree.engine.schedule import slots_needed
+from stallfree.engine.sharding import RankSums
+from stallfree.kernels.judging import Evidence, Judging, Rule
+from stallfree.kernels.torch_judging import all_norms
 
 if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
+
+MASKS = 64  # of weights with a gradient, that are remembered
 
 
 class Judge:
@@ -20,60 +28,74 @@ class Judge:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._one = torch.ones((), dtype=torch.float32, device=engine.device)
-        self._records: tuple[Tensor, Tensor] | None = None  # by call: skip flag and factors; on the device, on the host
+        self._masks: dict[tuple[int, ...], Tensor] = {}  # by the keys of who has a gradient
+        self._judging: Judging | None = None
+        self._factors = self._one  # of the verdict's record
+        self._records: tuple[Tensor, ...] = ()  # of calls, on the host
 
     def make_room(self) -> None:
         """For all parameters that there are. Records of earlier calls keep their memory.
 
         A row is used again when its call's windows have been published.
         """
-        engine = self.engine
-        shape = (slots_needed(engine.config) + 1, 1 + len(engine.weights) + len(engine.residents))
-        on_device = torch.empty(shape, dtype=torch.float32, device=engine.device)
-        self._records = (on_device, engine.link.host_empty(shape, torch.float32))
-        engine.kernel.carry(*(records[0] for records in self._records))  # compiles
+        engine, channels, config = self.engine, self.engine.channels, self.engine.config
+        groups = [group.gradients for group in engine.groups]
+        flats = (channels.squares, channels.deferred, channels.score)
+        evidence = Evidence(channels.starts, *flats, groups, len(engine.residents))
+        rule = Rule(config.max_grad_norm, not config.update_in_backward, config.score_decay if config.topk_ratio else None)
+        self._judging = engine.kernel.judging(evidence, rule)
+        verdict = self._judging.verdict
+        self._factors = verdict.record[1:]
+        self._records = engine.link.host_empty((slots_needed(config) + 1, len(verdict.record)), torch.float32).unbind()
+        self._masks.clear()
+        engine.meter.follow(verdict, engine.kinds)
 
-    def __call__(self, summed: Summed) -> tuple[Tensor, Tensor, Tensor]:
+    def __call__(self, staged: Sequence[Staged | None], ranks: RankSums) -> tuple[Tensor, Tensor, Tensor]:
         """Whether to skip this call, and by weight and then by resident what its gradient is multiplied by, on the device.
 
-        The last is the host's copy of both. Every rank comes to the same answer.
+        The last is the host's copy of both. Every rank comes to the same answer. staged: by weight.
         """
-        engine, channels = self.engine, self.engine.channels
-        staged = [state.staged for state in engine.weights.values() if state.staged is not None]
-        present = tuple(gradient.weight.key for gradient in staged)
-        scales = self._scales()
-        parts = [torch.stack(summed.residents)] if summed.residents else []
-        if engine.weights:
-            split = summed.norms() if scales is None else summed.norms() * scales.abs()
-            some = len(staged) < len(engine.weights)
-            parts.append(torch.where(channels.masks(present)[0], split, 0.0) if some else split)
-        all_norms = torch.cat(parts) if parts else torch.zeros(1, dtype=torch.float32, device=engine.device)
-        norm = engine.agreement.mean(torch.linalg.vector_norm(all_norms))
-        finite = torch.isfinite(norm)
-        skip = torch.zeros_like(finite) if engine.config.update_in_backward else ~finite
-        clip = self._one
-        if engine.config.max_grad_norm is not None:
-            clip = torch.where(finite, (engine.config.max_grad_norm / (norm + 1e-6)).clamp(max=1.0), clip)
-        factors = clip if scales is None else clip * scales
-        assert self._records is not None
-        values, slot = (records[engine.clock.call % len(records)] for records in self._records)
-        record = [skip.float().view(1), factors.expand(len(engine.weights)), clip.expand(len(engine.residents))]
-        torch.cat(record, out=values)
-        if staged and engine.config.topk_ratio:
-            channels.update_scores(scales, present, engine.config.score_decay, skip)
-        engine.meter.judge(norm, [gradient.weight for gradient in staged], summed)
-        engine.meter.judge_skip(engine.clock.call, skip, all_norms, engine.kinds)
-        engine.kernel.carry(values, slot)
-        engine.link.carried(slot.nbytes)
-        return skip, values[1:], slot
+        engine, judging = self.engine, self._judging
+        assert judging is not None
+        call, verdict = engine.clock.call, judging.verdict
+        there = [gradient for gradient in staged if gradient is not None]
+        present = None if len(there) == len(staged) else self._mask(tuple(gradient.weight.key for gradient in there))
+        scales = self._scales(staged, there)
+        squares = norm = None
+        if ranks.needed:
+            judging.add_up()
+            squares = self._over_ranks(ranks, verdict.sums)
+            if engine.agreement.mixed:
+                norms = all_norms(verdict.sums, len(staged), present, scales)
+                norm = engine.agreement.mean(torch.linalg.vector_norm(norms))
+        record = self._records[call % len(self._records)]
+        judging.judge(call, record, present, scales, squares, norm)
+        engine.meter.judged(there)
+        engine.link.carried(record.nbytes)
+        return verdict.skip, self._factors, record
 
-    def _scales(self) -> Tensor | None:
+    def _over_ranks(self, ranks: RankSums, sums: Tensor) -> Tensor:
+        """Add up over the ranks that hold parts: the sums, in place, and the squares, which are returned. All in fp32."""
+        channels = self.engine.channels
+        added, count = ranks(torch.cat([channels.squares, sums.float()])), len(channels.squares)
+        sums.copy_(added[count:])
+        return added[:count]
+
+    def _mask(self, present: tuple[int, ...]) -> Tensor:
+        """Which weights have a gradient when these keys do: bool `[weights]`."""
+        mask = self._masks.get(present)
+        if mask is None:
+            if len(self._masks) >= MASKS:
+                self._masks.clear()
+            chosen = torch.zeros(len(self.engine.weights), dtype=torch.bool, device="cpu")
+            chosen[list(present)] = True
+            mask = self._masks[present] = chosen.to(self.engine.device)
+        return mask
+
+    def _scales(self, staged: Sequence[Staged | None], there: Sequence[Staged]) -> Tensor | None:
         """What user code multiplied gradients by: a scalar where it is one number for all, else `[weights]`."""
-        staged = [state.staged for state in self.engine.weights.values()]
-        distinct = {id(gradient.factor): gradient.factor for gradient in staged if gradient is not None}
-        if all(factor is None for factor in distinct.values()):
-            return None
-        if len(distinct) == 1:
-            return next(iter(distinct.values()))
-        factors = [None if gradient is None else gradient.factor for gradient in staged]
-        return torch.stack([self._one if factor is None else factor for factor in factors])
+        factors = [gradient.factor for gradient in there]
+        if not factors or all(map(is_, factors, repeat(factors[0]))):
+            return factors[0] if factors else None
+        every = [None if gradient is None else gradient.factor for gradient in staged]
+        return torch.stack([self._one if factor is None else factor for factor in every])

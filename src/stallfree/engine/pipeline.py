@@ -79,6 +79,7 @@ class Engine:
         self.publishing = Publishing(self.link, self.kernel)
         self.residents: dict[nn.Parameter, ResidentState] = {}
         self.weights: dict[nn.Parameter, WeightState] = {}
+        self._ids: list[int] = []  # of these, by key
         self.blocks: list[BlockState] = []
         self.turns = 0  # blocks staged since the last call
         self.ledger = Ledger()  # of all parameters
@@ -92,7 +93,7 @@ class Engine:
         self.groups: list[ResidentGroup] = []
         self.kinds: list[tuple[str, ...]] = []  # of parameters: of each norm that a call is judged by
         self._layouts: Layouts = {}
-        self._sums = RankSums([], device)  # in the order of `Channels.add_up`
+        self._sums = RankSums([], device)  # squares of channels, and then the sums of a verdict
         self.agreement = Agreement([])
         self._adamw: Update | None = None  # of all that the device updates; None: to be planned
         on_gradient = weakref.WeakMethod(self.staging.on_gradient)
@@ -146,6 +147,7 @@ class Engine:
             self.blocks.append(BlockState(block, half, self.link, self.pool, self.config))
             self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
         self.pool.follow(plan_slots([block.block for block in self.blocks], self.config))
+        self._ids = [id(param) for param in self.weights]
         trained = [*(resident.param for group in residents for resident in group), *(weight.param for weight in split)]
         self._take_over(trained)
         self._adamw = None
@@ -205,28 +207,42 @@ class Engine:
     def _update(self, hypers: Hypers) -> None:
         self.link.follow()
         self.link.rejoin(at_once=self.config.lag == 0)  # what runs beside may read what a call drops until the next one
+        staged = [gradient for block in self.blocks for gradient in block.staged]
         present = [group.gather() for group in self.groups]
-        skip, factors, record = self.judge(self.channels.add_up(self._sums, [group.norm() for group in self.groups]))
+        skip, factors, record = self.judge(staged, self._sums)
+        settings = _settings(self._ids, staged, hypers)
         self.publishing.publish_due(self.blocks, self.clock.call)
-        self._step_device(present, hypers, factors, skip)
+        self._step_device(settings, present, hypers, factors, skip)
         for block in self.blocks:
-            self._collect(block, hypers, record)
+            first = block.block.weights[0].key
+            self._collect(block, tuple(settings[first : first + len(block.weights)]), record)
         closing = [(block, self._close(block)) for block in self._in_turn() if block.schedule.closes(self.clock)]
         self._replay(closing)
         self.publishing.publish_due([block for block, _ in closing], self.clock.call)
         self._finish_call()
 
-    def _step_device(self, present: list[list[bool]], hypers: Hypers, factors: Tensor, skip: Tensor) -> None:
-        """AdamW of selected channels and residents. present: by group of residents, which have a gradient."""
+    def _step_device(
+        self,
+        settings: Sequence[Hyper | None],
+        present: Sequence[Sequence[bool]],
+        hypers: Hypers,
+        factors: Tensor,
+        skip: Tensor,
+    ) -> None:
+        """AdamW of selected channels and residents.
+
+        settings: by weight, None for those without a gradient; present: by group of residents, which have one.
+        """
         if self._adamw is None:
             parts = [block.half.planned for block in self.blocks] + [group.planned for group in self.groups]
             self._adamw = self.kernel.plan(parts)
-        steps = [
-            hypers[id(state.weight.param)] if state.staged is not None and state.block.half.installed.divided else None
-            for state in self.weights.values()
-        ]
+        steps = [*settings]
+        for block in self.blocks:
+            if not block.half.installed.divided:
+                first, count = block.block.weights[0].key, len(block.weights)
+                steps[first : first + count] = [None] * count
         for group, some in zip(self.groups, present, strict=True):
-            steps += [hypers[id(r.param)] if there else None for r, there in zip(group.residents, some, strict=True)]
+            steps += _settings(group.ids, some, hypers)
         self._adamw.step(steps, factors, skip)
         for group in self.groups:
             group.scatter()
@@ -248,14 +264,8 @@ class Engine:
 
     # Slots -> host
 
-    def _collect(self, block: BlockState, hypers: Hypers, record: Tensor) -> None:
+    def _collect(self, block: BlockState, present: tuple[Hyper | None, ...], record: Tensor) -> None:
         """Put this call's gradients into the block's window."""
-        present: tuple[Hyper | None, ...]
-        if all(block.staged):
-            present = tuple(map(hypers.__getitem__, block.ids))
-        else:
-            ids = zip(block.staged, block.ids, strict=True)
-            present = tuple(None if staged is None else hypers[number] for staged, number in ids)
         slot, block.filling = block.filling, None
         if slot is not None and not any(present):  # what was staged has been discarded
             block.give_back([slot])
@@ -400,3 +410,10 @@ class Engine:
             self.link.close()
         self.paused = why
         self.ledger.clear()
+
+
+def _settings(ids: Sequence[int], present: Sequence[object], hypers: Hypers) -> list[Hyper | None]:
+    """The settings of parameters that have a gradient: that are `present`; None for the others."""
+    if all(present):
+        return [*map(hypers.__getitem__, ids)]
+    return [hypers[name] if there else None for name, there in zip(ids, present, strict=True)]

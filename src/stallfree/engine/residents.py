@@ -9,7 +9,7 @@ from torch import Tensor
 
 from stallfree.engine.blocks import STATE, Resident, kind_of
 from stallfree.engine.device import adopt_weights
-from stallfree.engine.sharding import Groups, gradient_of
+from stallfree.engine.sharding import Groups, gradients_of
 from stallfree.kernels.block import BlockLayout, Part, Segment
 
 GROUP_NUMEL = 1 << 20  # elements that share buffers; larger parameters stand alone
@@ -44,16 +44,20 @@ class ResidentGroup:
 
     def __init__(self, residents: Sequence[Resident]) -> None:
         self.residents = tuple(residents)
+        self._params = [resident.param for resident in residents]
+        self.ids = [id(param) for param in self._params]
         device, dtype = residents[0].shard.device, residents[0].dtype
         self.layout = BlockLayout([_segment(resident.numel) for resident in residents], device)
         self.master = torch.empty(self.layout.selected_numel, dtype=torch.float32, device=device)
         self.exp_avg, self.exp_avg_sq = torch.empty_like(self.master), torch.empty_like(self.master)
         self.steps = torch.zeros(self.layout.places, dtype=torch.int32, device=device)
-        self._gradient = torch.empty_like(self.master, dtype=dtype)
-        self._parts = [self.part(self._gradient, place) for place in range(len(residents))]
-        self._whole = self._gradient[: sum(resident.numel for resident in residents)]
+        self.gradients = torch.zeros_like(self.master, dtype=dtype)  # zeros of those that have none
+        self._parts = [self.part(self.gradients, place) for place in range(len(residents))]
         self.kinds = tuple(dict.fromkeys(kind_of(resident.name, resident.param) for resident in residents))
-        self._there: list[int] = []  # places of those that have a gradient
+        self._shaped = [place for place, resident in enumerate(residents) if len(resident.shape) != 1]
+        self._empty = [place for place, resident in enumerate(residents) if not resident.numel]  # never have a gradient
+        self._everyone = [True] * len(residents)
+        self._present = [False] * len(residents)  # whose gradients were gathered last
         # What kernels see of parameters with other strides, each of which stands alone.
         self._plain = None if residents[0].contiguous else residents[0].shard.detach().contiguous()
         self.states = [ResidentState(resident, self, place) for place, resident in enumerate(residents)]
@@ -73,34 +77,31 @@ class ResidentGroup:
         ]
         weights = [resident.shard.detach() for resident in self.residents] if self._plain is None else [self._plain]
         return Part(
-            self.layout, torch.cat(every), weights, self.master, self.exp_avg, self.exp_avg_sq, self.steps, self._gradient
+            self.layout, torch.cat(every), weights, self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.gradients
         )
 
     def gather(self) -> list[bool]:
         """Before AdamW: bring the gradients there are to where it expects them. Returns which there are."""
-        grads = [gradient_of(resident.param) for resident in self.residents]
-        present = [grad is not None and grad.numel() > 0 for grad in grads]
-        there = [grad for grad, is_there in zip(grads, present, strict=True) if grad is not None and is_there]
-        self._there = [place for place, is_there in enumerate(present) if is_there]
+        grads = gradients_of(self._params)
+        for place in self._empty:
+            grads[place] = None
+        there = [grad for grad in grads if grad is not None]
         if len(there) == len(grads):
-            torch.cat([grad if grad.dim() == 1 else grad.reshape(-1) for grad in there], out=self._whole)
-        elif there:
-            torch._foreach_copy_([self._parts[place] for place in self._there], there)
+            for place in self._shaped:
+                there[place] = there[place].reshape(-1)
+            torch.cat(there, out=self.gradients)
+            present = self._everyone
+        else:
+            present = [grad is not None for grad in grads]
+            gone = [self._parts[place] for place, was in enumerate(self._present) if was and not present[place]]
+            if gone:
+                torch._foreach_zero_(gone)
+            if there:
+                torch._foreach_copy_([part for part, is_there in zip(self._parts, present, strict=True) if is_there], there)
+        self._present = present
         if there and self._plain is not None:
             self._plain.copy_(self.residents[0].shard.detach())
         return present
-
-    def norm(self) -> Tensor:
-        """L2 norm of the gradients gathered last: fp32 scalar on the device."""
-        norm: Tensor
-        if len(self._there) == len(self.residents):  # as a whole
-            norm = torch.linalg.vector_norm(self._whole, dtype=torch.float32)
-        elif self._there:
-            parts = [self._parts[place] for place in self._there]
-            norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts, 2, torch.float32)))
-        else:
-            norm = torch.zeros((), dtype=torch.float32, device=self.layout.device)
-        return norm
 
     def scatter(self) -> None:
         """After AdamW."""

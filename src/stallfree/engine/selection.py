@@ -9,11 +9,6 @@ import torch
 from torch import Tensor
 
 
-def update_score(score: Tensor, squares: Tensor, decay: float, skip: Tensor) -> None:
-    """Exponential mean of squared channel norms, in place, unless the call is skipped."""
-    torch.where(skip, score, score.lerp(squares, 1 - decay), out=score)
-
-
 def choose(score: Tensor, count: int) -> Tensor:
     """Mask of the `count` highest scores; ties go to the lowest index (topk does not promise that)."""
     best = torch.argsort(score, dim=-1, descending=True, stable=True)[..., :count]

@@ -137,7 +137,6 @@ class BlockState:
         self.names = ", ".join(describe(weight.name, weight.param) for weight in block.weights)  # for messages
         self.weights = [WeightState(weight, self, place, config) for place, weight in enumerate(block.weights)]
         self.params = block.params
-        self.ids = [id(param) for param in self.params]
         self.sharded = any(map(is_sharded, self.params))
         self.forms = [form_of(weight.shard.detach()) for weight in block.weights]  # of gradients, as they mostly are
         self.residents: list[OwnGradients] = []  # of sharded ones of the same layers

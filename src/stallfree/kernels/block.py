@@ -1,6 +1,7 @@
 """The device half's arithmetic: the interface of multi-tensor kernels, and its definition in torch ops.
 
-Gradients are taken apart and weights published a block at a time; AdamW steps all blocks and residents together. A block's
+Gradients are taken apart and weights published a block at a time; calls are judged (`judging.py`), and AdamW steps taken,
+for all blocks and residents together. A block's
 weights are segments of flat buffers, so that a call costs a few launches however many weights there are:
 
     squares     [sum of channels] fp32                      squared norm of each channel's gradient
@@ -20,12 +21,15 @@ from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from stallfree.kernels.device import Hyper
+
+if TYPE_CHECKING:
+    from stallfree.kernels.judging import Evidence, Judging, Rule
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -224,9 +228,8 @@ class BlockKernel(Protocol):
         """
         ...
 
-    def carry(self, values: Tensor, target: Tensor) -> None:
-        """Copy a few fp32 numbers, contiguous, to host memory that the device reaches: no copy engine is asked, and no copy
-        that is under way is waited for."""
+    def judging(self, evidence: Evidence, rule: Rule) -> Judging:
+        """Judge calls by all this together. Builds, compiles and loads what that needs; may wait for the device."""
         ...
 
     def plan(self, parts: Sequence[Part]) -> Update:
@@ -273,8 +276,8 @@ def check_split(
 ) -> torch.dtype | None:
     """Raise `ValueError` unless the arguments are what `split` says. Returns the gradients' dtype, None if there are none."""
     dtype = _check_weights("gradient", layout, grads)
-    _check_flat("squares", layout.device, squares, layout.channels, torch.float32)
-    _check_flat("selected", layout.device, selected, layout.selected_numel, dtype)
+    check_flat("squares", layout.device, squares, layout.channels, torch.float32)
+    check_flat("selected", layout.device, selected, layout.selected_numel, dtype)
     _check_piece("deferred", layout, deferred, low, dtype)
     return dtype
 
@@ -289,11 +292,11 @@ def check_parts(parts: Sequence[Part]) -> torch.device | None:
         if any(weight is None for weight in part.weights):
             raise ValueError("every weight of a part must be there when an update is planned")
         dtype = _check_weights("weight", layout, part.weights)
-        _check_flat("channels", layout.device, part.channels, layout.places, torch.int32)
+        check_flat("channels", layout.device, part.channels, layout.places, torch.int32)
         for name, flat in (("master", part.master), ("exp_avg", part.exp_avg), ("exp_avg_sq", part.exp_avg_sq)):
-            _check_flat(name, layout.device, flat, layout.selected_numel, torch.float32)
-        _check_flat("steps", layout.device, part.steps, layout.places, torch.int32)
-        _check_flat("grad", layout.device, part.grad, layout.selected_numel, dtype)
+            check_flat(name, layout.device, flat, layout.selected_numel, torch.float32)
+        check_flat("steps", layout.device, part.steps, layout.places, torch.int32)
+        check_flat("grad", layout.device, part.grad, layout.selected_numel, dtype)
     return device
 
 
@@ -304,8 +307,8 @@ def check_step(
     if len(hypers) != weights:
         raise ValueError(f"{weights} weights need as many hypers, not {len(hypers)}")
     if device is not None:
-        _check_flat("factors", device, factors, weights, torch.float32)
-        _check_flat("skip", device, skip, 1, torch.bool)
+        check_flat("factors", device, factors, weights, torch.float32)
+        check_flat("skip", device, skip, 1, torch.bool)
 
 
 def check_publish(layout: BlockLayout, weights: Sequence[Tensor | None], values: Tensor, low: int) -> torch.dtype | None:
@@ -340,7 +343,7 @@ def _check_weights(name: str, layout: BlockLayout, tensors: Sequence[Tensor | No
     return dtype
 
 
-def _check_flat(name: str, device: torch.device, flat: Tensor, numel: int, dtype: torch.dtype | None) -> None:
+def check_flat(name: str, device: torch.device, flat: Tensor, numel: int, dtype: torch.dtype | None) -> None:
     if (
         flat.numel() != numel
         or (dtype is not None and flat.dtype != dtype)
@@ -363,4 +366,4 @@ def _check_piece(name: str, layout: BlockLayout, flat: Tensor, low: int, dtype: 
                 f"{low} to {high}"
             )
         numel = flat.numel()
-    _check_flat(name, layout.device, flat, numel, dtype)
+    check_flat(name, layout.device, flat, numel, dtype)

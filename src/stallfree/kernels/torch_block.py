@@ -18,6 +18,8 @@ from stallfree.kernels.block import (
     check_step,
 )
 from stallfree.kernels.device import Hyper
+from stallfree.kernels.judging import Evidence, Judging, Rule
+from stallfree.kernels.torch_judging import TorchJudging
 
 
 class TorchBlock:
@@ -48,8 +50,8 @@ class TorchBlock:
             held = _deferred(layout, targets, index, low, deferred.numel())
             layout.deferred_rows(deferred, index, low).copy_(rows.index_select(0, held))
 
-    def carry(self, values: Tensor, target: Tensor) -> None:
-        target.copy_(values)
+    def judging(self, evidence: Evidence, rule: Rule) -> Judging:
+        return TorchJudging(evidence, rule)
 
     def plan(self, parts: Sequence[Part]) -> Update:
         return TorchUpdate(parts)

@@ -23,17 +23,18 @@ import triton
 from torch import Tensor
 
 from stallfree.kernels.block import BlockLayout, Part, Targets, check_publish, check_split
-from stallfree.kernels.triton_functions import INTERPRETED, carry_kernel, publish_kernel, split_kernel, sum_chunks_kernel
+from stallfree.kernels.judging import Evidence, Rule
+from stallfree.kernels.triton_functions import INTERPRETED, publish_kernel, split_kernel, sum_chunks_kernel
+from stallfree.kernels.triton_judging import TritonJudging
 from stallfree.kernels.triton_launch import Launch, current_device, launch_all
-from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Tile, Tiling, programs, table
+from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Shares, Tile, Tiling, programs, table
 from stallfree.kernels.triton_update import TritonUpdate
 
-__all__ = ["Tile", "Tiling", "TritonBlock"]
+__all__ = ["Shares", "Tile", "Tiling", "TritonBlock"]
 
 
 MAX_WEIGHTS = 32  # in one launch; bounds the argument list and the time to choose from it
 SUM_CHANNELS, SUM_CHUNKS = 64, 32
-CARRIED = 1024  # words by a program
 
 
 class _Call(NamedTuple):
@@ -128,14 +129,13 @@ class TritonBlock:
     """
 
     def __init__(self, device: torch.device | str, tiling: Tiling | None = None, checks: bool = True) -> None:
-        """checks: look at the arguments of `split` and `publish`, unless whoever calls has done that."""
+        """checks: look at the arguments of `split`, `publish` and judgements, unless whoever calls has done that."""
         self.device = torch.empty(0, device=device).device
         if self.device.type != ("cpu" if INTERPRETED else "cuda"):
             raise ValueError(f"Triton kernels run on CUDA or, with TRITON_INTERPRET=1, on the CPU; not here on {self.device}")
         self.tiling, self._checks = tiling or Tiling(), checks
         self._plans: WeakKeyDictionary[BlockLayout, list[_Group]] = WeakKeyDictionary()
         self._partial = torch.empty(1, dtype=torch.float32, device=self.device)
-        self._carries: dict[int, Launch] = {}  # by programs
 
     def warm_up(self, layout: BlockLayout, dtype: torch.dtype) -> None:
         """Compile and load, by launches in which no weight is present."""
@@ -166,13 +166,8 @@ class TritonBlock:
                 if call.present:
                     self._split(group, call, rows, sums, *flats, low, high)
 
-    def carry(self, values: Tensor, target: Tensor) -> None:
-        programs = triton.cdiv(values.numel(), CARRIED)
-        launch = self._carries.get(programs)
-        if launch is None:
-            launch = self._carries[programs] = Launch(carry_kernel, programs, (CARRIED,), 4)
-        with current_device(self.device):
-            launch_all((launch, (values.data_ptr(), target.data_ptr(), values.numel())))
+    def judging(self, evidence: Evidence, rule: Rule) -> TritonJudging:
+        return TritonJudging(evidence, rule, self.device, self.tiling.judging, self._checks)
 
     def plan(self, parts: Sequence[Part]) -> TritonUpdate:
         return TritonUpdate(parts, self.device, self.tiling)

@@ -49,15 +49,6 @@ def _round(x, DTYPE: tl.constexpr):
     return rounded
 
 
-@triton.jit(do_not_specialize=("source", "target", "count"))
-def carry_kernel(source: tl.int64, target: tl.int64, count: tl.int64, SIZE: tl.constexpr) -> None:
-    """Copy words of 4 bytes."""
-    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    inside = place < count
-    words = tl.load(_pointer(source, tl.int32, False) + place, mask=inside)
-    tl.store(_pointer(target, tl.int32, False) + place, words, mask=inside)
-
-
 @kernel
 def split_kernel(
     tiles: tl.int64,  # [programs, 9]

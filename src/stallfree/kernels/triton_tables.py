@@ -21,13 +21,22 @@ class Tile(NamedTuple):
     warps: int
 
 
+class Shares(NamedTuple):
+    """What one program goes through when a call is judged; powers of two."""
+
+    size: int  # channels, or elements of a group of residents
+    parts: int  # sums of these, at a time
+    entries: int  # norms, and numbers of a record, at a time
+
+
 class Tiling(NamedTuple):
-    """Shares for weights whose channels are columns, and rows; and for the state of selected channels of either."""
+    """Shares for weights whose channels are columns, and rows; for the state of selected channels of either; for judging."""
 
     columns: Tile = Tile(64, 64, 256, 4)
     rows: Tile = Tile(16, 256, 2048, 4)
     column_state: Tile = Tile(32, 64, 64, 4)
     row_state: Tile = Tile(8, 256, 256, 4)
+    judging: Shares = Shares(2048, 128, 512)
 
 
 LANGUAGE_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

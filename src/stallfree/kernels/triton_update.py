@@ -21,7 +21,7 @@ from torch import Tensor
 from stallfree.kernels.block import Part, Segment, check_parts, check_step
 from stallfree.kernels.device import Hyper
 from stallfree.kernels.triton_functions import adamw_kernel, count_kernel
-from stallfree.kernels.triton_launch import Launch, current_device
+from stallfree.kernels.triton_launch import Launch, current_device, launch_all
 from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Table, Tile, Tiling, programs, table
 
 COUNT_PLACES = 128  # the share of one program
@@ -147,6 +147,8 @@ class TritonUpdate:
         starts = range(0, len(weights), size)
         self._portions = [_Portion(weights[i : i + size], settings[i : i + size], tiling, device) for i in starts]
         self._patterns: dict[tuple[int, ...], _Arrangement] = {}
+        self._pattern: tuple[int, ...] = ()  # of the last step: of each weight the place of its settings, -1: takes no step
+        self._firsts: list[int] = []  # of each place the first weight
         self._hypers: list[Hyper | None] = []
         self._settings: list[tuple[int, ...]] = []
         self._arrangement = _Arrangement((), ())
@@ -158,11 +160,14 @@ class TritonUpdate:
         if hypers != self._hypers:  # quick where they are the same objects
             self._arrange(hypers)
         factor, flag, settings = factors.data_ptr(), skip.data_ptr(), self._settings
-        with current_device(self._device):
-            for launch, tiles, place, mask in self._arrangement.counts:
-                launch(tiles, factor, flag, *settings[place], mask)
-            for launch, tiles, mask in self._arrangement.states:
-                launch(tiles, flag, mask)
+        counts, states = self._arrangement
+        launches: list[tuple[Launch, tuple[int | Mask, ...]]] = [
+            (launch, (tiles, factor, flag, *settings[place], mask)) for launch, tiles, place, mask in counts
+        ]
+        launches += [(launch, (tiles, flag, mask)) for launch, tiles, mask in states]
+        if launches:
+            with current_device(self._device):
+                launch_all(*launches)
 
     def _load(self) -> None:
         """Compile and load, by launches in which no weight is present."""
@@ -176,6 +181,10 @@ class TritonUpdate:
 
     def _arrange(self, hypers: list[Hyper | None]) -> None:
         """Prepare steps with these settings."""
+        known = [*map(hypers.__getitem__, self._firsts), None]
+        if [*map(known.__getitem__, self._pattern)] == hypers:  # arranged as before: quick where the same ones are shared
+            self._hypers, self._settings = hypers, [_bits(hyper) for hyper in known if hyper is not None]
+            return
         names = list(map(id, hypers))
         objects = dict(zip(names, hypers, strict=True))  # few: mostly one for each group of parameters
         places: dict[Hyper, int] = {}
@@ -186,6 +195,7 @@ class TritonUpdate:
             if len(self._patterns) >= PATTERNS:
                 self._patterns.clear()
             arrangement = self._patterns[pattern] = self._arrangement_of(pattern)
+        self._pattern, self._firsts = pattern, [pattern.index(place) for place in range(len(places))]
         self._hypers, self._arrangement, self._settings = hypers, arrangement, [_bits(hyper) for hyper in places]
 
     def _arrangement_of(self, pattern: tuple[int, ...]) -> _Arrangement:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from stallfree.engine.blocks import Weight
-    from stallfree.engine.channels import Summed
+    from stallfree.engine.gradient import Staged
     from stallfree.engine.transfer import Link
+    from stallfree.kernels.judging import Verdict
 
 
 class Meter:
@@ -21,26 +21,22 @@ class Meter:
     def __init__(self, link: Link) -> None:
         self.link = link
         self.restages = self.reselections = 0
-        self.norm: Tensor | None = None
-        self.skipped: Tensor | None = None  # calls, int64 on the device
-        self._skip: tuple[Tensor, Tensor] | None = None  # of the last one, there too: its call, and the norms it was judged by
-        self._kinds: Sequence[tuple[str, ...]] = ()  # of parameters, of each of these norms
-        self._earlier = (0, 0, "")  # of the run that was loaded: calls that were skipped, the last one, its kinds
-        self._judged: tuple[Sequence[Weight], Tensor, Tensor] | None = None  # with gradient; deferred, all: [weights] fp64
+        self._verdict: Verdict | None = None  # of each call
+        self._kinds: Sequence[tuple[str, ...]] = ()  # of parameters, of each norm that a call is judged by
+        self._earlier = (0, 0, "")  # before that: calls that were skipped, the last one, its kinds
+        self._judged: tuple[Verdict, Sequence[Staged]] | None = None  # in the last call; the gradients of weights
         self._before = self._last = (0, 0)  # bytes down and up: in all before this call, and in the last one
 
-    def judge(self, norm: Tensor, present: Sequence[Weight], summed: Summed) -> None:
-        """Of one call: the gradient norm, the weights that have a gradient, and squared norms."""
-        self.norm = norm
-        self._judged = (present, summed.deferred_totals, summed.totals) if present else None
+    def follow(self, verdict: Verdict, kinds: Sequence[tuple[str, ...]]) -> None:
+        """Look here from now on: kinds of parameters are those of the verdict's norms. Waits for the device."""
+        if self._verdict is not None:
+            self._count_from(self.skips())
+        self._verdict, self._kinds = verdict, kinds
 
-    def judge_skip(self, call: int, skip: Tensor, norms: Tensor, kinds: Sequence[tuple[str, ...]]) -> None:
-        """Of one call: whether it is skipped, the norms that say so, and the kinds of parameters that each is of."""
-        self.skipped = skip.to(torch.int64) if self.skipped is None else self.skipped + skip
-        if self._skip is None or len(kinds) != len(self._kinds):  # parameters have joined
-            self._skip, self._kinds = (torch.zeros_like(self.skipped), torch.zeros_like(norms)), kinds
-        last, before = self._skip
-        self._skip = torch.where(skip, call, last), torch.where(skip, norms, before)
+    def judged(self, present: Sequence[Staged]) -> None:
+        """A call has been; present: the gradients of weights that there were."""
+        assert self._verdict is not None
+        self._judged = (self._verdict, present)
 
     def skips(self) -> dict[str, Any]:
         """What is known of skipped calls, for a checkpoint. Waits for the device."""
@@ -49,20 +45,30 @@ class Meter:
 
     def load_skips(self, saved: dict[str, Any]) -> None:
         """Go on counting from there."""
-        self.skipped = self._skip = None
+        if self._verdict is not None:
+            self._verdict.skips.zero_()
+        self._count_from(saved)
+
+    def _count_from(self, saved: dict[str, Any]) -> None:
         self._earlier = (saved.get("count", 0), saved.get("call", 0), saved.get("kinds", ""))
 
+    def _skipped(self) -> tuple[int, int]:
+        """How many calls were skipped since then, and the last one; 0: none."""
+        count, last = (0, 0) if self._verdict is None else self._verdict.skips.tolist()
+        return count, last
+
     def _skipped_calls(self) -> int:
-        return self._earlier[0] + (0 if self.skipped is None else int(self.skipped))
+        return self._earlier[0] + self._skipped()[0]
 
     def last_skip(self) -> tuple[int | None, list[str]]:
         """The last call that was skipped, and the kinds of parameters whose gradients were not finite in it."""
-        if self._skip is None or not int(self._skip[0]):
+        _, last = self._skipped()
+        if not last or self._verdict is None:
             _, call, names = self._earlier
             return call or None, names.split("\n") if call else []
-        bad = (~torch.isfinite(self._skip[1])).tolist()
+        bad = (~torch.isfinite(self._verdict.skipped_norms)).tolist()
         kinds = [kind for wrong, some in zip(bad, self._kinds, strict=True) if wrong for kind in some]
-        return int(self._skip[0]), list(dict.fromkeys(kinds))
+        return last, list(dict.fromkeys(kinds))
 
     def finish_call(self) -> None:
         now = (self.link.bytes_down, self.link.bytes_up)
@@ -74,12 +80,14 @@ class Meter:
     def rho(self) -> tuple[float | None, dict[str, float]]:
         """Share of the squared gradient norm in deferred channels, in the last call: over all weights, and by kind."""
         sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        if self._judged is not None:
-            present, deferred, total = self._judged[0], self._judged[1].tolist(), self._judged[2].tolist()
-            for weight in present:
+        if self._judged is not None and self._judged[1]:
+            verdict, present = self._judged
+            squares, count = verdict.sums.tolist(), len(verdict.sums) - len(verdict.norms)
+            for gradient in present:
+                weight = gradient.weight
                 for key in (weight.kind, ""):
-                    sums[key][0] += deferred[weight.key]
-                    sums[key][1] += total[weight.key]
+                    sums[key][0] += squares[count + weight.key]
+                    sums[key][1] += squares[weight.key]
         shares = {kind: deferred / total for kind, (deferred, total) in sums.items() if total > 0}
         return shares.pop("", None), shares
 
@@ -90,7 +98,7 @@ class Meter:
         down, up = self._last
         stall_total, stall = (sum(parts) for parts in zip(self.link.stalls.read(), self.link.crowding.read(), strict=True))
         return {
-            "grad_norm": None if self.norm is None else float(self.norm),
+            "grad_norm": None if self._judged is None else float(self._judged[0].norm),
             "skipped_steps": self._skipped_calls(),
             "last_skipped_call": last_skipped,
             "last_skipped_kinds": not_finite,

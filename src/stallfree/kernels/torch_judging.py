@@ -1,0 +1,89 @@
+"""`Judging` as torch operations: on any device, and the definition for the others."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from stallfree.kernels.judging import MARGIN, Evidence, Rule, Verdict, check_evidence, check_judge
+
+
+class TorchJudging:
+    """`Judging` as torch operations."""
+
+    def __init__(self, evidence: Evidence, rule: Rule) -> None:
+        device = check_evidence(evidence)
+        self.verdict = Verdict.of(evidence)
+        self._evidence, self._rule = evidence, rule
+        self._offsets = torch.tensor(evidence.starts, dtype=torch.int64, device=device)
+        counts = self._offsets.diff()
+        numbers = torch.arange(evidence.weights, dtype=torch.int64, device=device)
+        self._owner = torch.repeat_interleave(numbers, counts)  # [channels] the weight of each
+        self._one = torch.ones((), dtype=torch.float32, device=device)
+
+    def add_up(self) -> None:
+        squares, weights, sums = self._evidence.squares, self._evidence.weights, self.verdict.sums
+        if weights:
+            held = torch.where(self._evidence.deferred, squares, 0.0)
+            for place, values in ((0, squares), (weights, held)):
+                sums[place : place + weights] = add_segments(values, self._offsets)
+        for place, group in enumerate(self._evidence.groups, 2 * weights):
+            sums[place] = torch.linalg.vector_norm(group, dtype=torch.float32).double().square()
+
+    def judge(
+        self,
+        call: int,
+        target: Tensor,
+        present: Tensor | None = None,
+        scales: Tensor | None = None,
+        squares: Tensor | None = None,
+        norm: Tensor | None = None,
+    ) -> None:
+        check_judge(self._evidence, target, present, scales, squares, norm)
+        if squares is None:
+            self.add_up()
+        verdict, rule, weights = self.verdict, self._rule, self._evidence.weights
+        all_norms(verdict.sums, weights, present, scales, out=verdict.norms)
+        verdict.norm.copy_(torch.linalg.vector_norm(verdict.norms) if norm is None else norm)
+        finite = torch.isfinite(verdict.norm)
+        if rule.skips:
+            torch.logical_not(finite, out=verdict.skip)
+        clip = self._one
+        if rule.max_norm is not None:
+            clip = torch.where(finite, (rule.max_norm / (verdict.norm + MARGIN)).clamp(max=1.0), clip)
+        verdict.record[0] = verdict.skip
+        verdict.record[1 : 1 + weights] = clip if scales is None else clip * scales
+        verdict.record[1 + weights :] = clip
+        target.copy_(verdict.record)
+        count, last = verdict.skips.unbind()
+        count += verdict.skip
+        last.copy_(torch.where(verdict.skip, call, last))
+        torch.where(verdict.skip, verdict.norms, verdict.skipped_norms, out=verdict.skipped_norms)
+        if rule.decay is not None:
+            self._update_score(self._evidence.squares if squares is None else squares, present, scales, rule.decay)
+
+    def _update_score(self, squares: Tensor, present: Tensor | None, scales: Tensor | None, decay: float) -> None:
+        """Exponential mean of squared channel norms, as gradients stand in `.grad` now."""
+        score, stays = self._evidence.score, self.verdict.skip
+        if scales is not None:
+            factor = scales.square()
+            squares = squares * (factor if factor.dim() == 0 else factor[self._owner])
+        if present is not None:
+            stays = stays | ~present[self._owner]
+        torch.where(stays, score, score.lerp(squares, 1 - decay), out=score)
+
+
+def all_norms(sums: Tensor, weights: int, present: Tensor | None, scales: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """The norms that a call is judged by, from a verdict's sums."""
+    norms = sums.sqrt().float()
+    split = norms[:weights]
+    if scales is not None:
+        split = split * scales.abs()
+    if present is not None:
+        split = torch.where(present, split, 0.0)
+    return torch.cat([norms[2 * weights :], split], out=out)
+
+
+def add_segments(values: Tensor, offsets: Tensor) -> Tensor:
+    """Sum of each segment in fp64; the offsets are those of all segments, and the end of the last."""
+    return torch.segment_reduce(values.double(), "sum", offsets=offsets, unsafe=True)
