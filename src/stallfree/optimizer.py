@@ -61,7 +61,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         **overrides: Any,
     ) -> None:
         if torch.is_inference_mode_enabled():
-            raise RuntimeError("build the optimizer outside of torch.inference_mode(): nothing that is made inside can be trained")
+            raise RuntimeError("build the optimizer outside of torch.inference_mode(): what is made inside cannot be trained")
         if config is None:
             config = ZenFlowConfig.from_dict(overrides)
         elif not isinstance(config, ZenFlowConfig):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from stallfree.engine.gradient import Staged
+    from stallfree.engine.blocks import Weight
     from stallfree.engine.transfer import Link
     from stallfree.kernels.judging import Verdict
 
@@ -24,7 +24,7 @@ class Meter:
         self._verdict: Verdict | None = None  # of each call
         self._kinds: Sequence[tuple[str, ...]] = ()  # of parameters, of each norm that a call is judged by
         self._earlier = (0, 0, "")  # before that: calls that were skipped, the last one, its kinds
-        self._judged: tuple[Verdict, Sequence[Staged]] | None = None  # in the last call; the gradients of weights
+        self._judged: tuple[Verdict, Sequence[Weight]] | None = None  # in the last call; weights with a gradient
         self._before = self._last = (0, 0)  # bytes down and up: in all before this call, and in the last one
 
     def follow(self, verdict: Verdict, kinds: Sequence[tuple[str, ...]]) -> None:
@@ -33,8 +33,8 @@ class Meter:
             self._count_from(self.skips())
         self._verdict, self._kinds = verdict, kinds
 
-    def judged(self, present: Sequence[Staged]) -> None:
-        """A call has been; present: the gradients of weights that there were."""
+    def judged(self, present: Sequence[Weight]) -> None:
+        """A call has been; present: the weights that had a gradient."""
         assert self._verdict is not None
         self._judged = (self._verdict, present)
 
@@ -83,8 +83,7 @@ class Meter:
         if self._judged is not None and self._judged[1]:
             verdict, present = self._judged
             squares, count = verdict.sums.tolist(), len(verdict.sums) - len(verdict.norms)
-            for gradient in present:
-                weight = gradient.weight
+            for weight in present:
                 for key in (weight.kind, ""):
                     sums[key][0] += squares[count + weight.key]
                     sums[key][1] += squares[weight.key]
