@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from stallfree import ZenFlowConfig
 from stallfree.engine import selection
 from stallfree.engine.blocks import channel_dim_of
+from stallfree.kernels.torch_judging import update_score
 
 RANKS = (2, 8, 64, 1024)
 TABLES = ("embedding", "head", "tied")
@@ -88,7 +89,7 @@ class Watch:
         skip = torch.tensor(False)
         for name, sums in squares.items():
             score = self.score.setdefault(name, torch.zeros_like(sums))
-            selection.update_score(score, sums, self.config.score_decay, skip)
+            update_score(score, sums, self.config.score_decay, skip)
         if 2 * self.call >= self.calls:
             self.fresh = {name: self._select(name) for name in squares}
             self.old = self.old or self.fresh

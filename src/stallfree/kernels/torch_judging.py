@@ -63,14 +63,19 @@ class TorchJudging:
             self._update_score(self._evidence.squares if squares is None else squares, present, scales, rule.decay)
 
     def _update_score(self, squares: Tensor, present: Tensor | None, scales: Tensor | None, decay: float) -> None:
-        """Exponential mean of squared channel norms, as gradients stand in `.grad` now."""
-        score, stays = self._evidence.score, self.verdict.skip
+        """As gradients stand in `.grad` now."""
+        stays = self.verdict.skip
         if scales is not None:
             factor = scales.square()
             squares = squares * (factor if factor.dim() == 0 else factor[self._owner])
         if present is not None:
             stays = stays | ~present[self._owner]
-        torch.where(stays, score, score.lerp(squares, 1 - decay), out=score)
+        update_score(self._evidence.score, squares, decay, stays)
+
+
+def update_score(score: Tensor, squares: Tensor, decay: float, skip: Tensor) -> None:
+    """Exponential mean of squared channel norms, in place, except where it stays."""
+    torch.where(skip, score, score.lerp(squares, 1 - decay), out=score)
 
 
 def all_norms(sums: Tensor, weights: int, present: Tensor | None, scales: Tensor | None, out: Tensor | None = None) -> Tensor:
