@@ -197,7 +197,7 @@ def test_what_an_absent_weight_left_behind_is_not_looked_at(kernel, device):
     assert same(case.evidence.score[7:71], before[7:71])
     assert (case.evidence.score[:7] > 0).all()
     case.judge(present=[False] * 4)
-    assert case.verdict.norm == pytest.approx(torch.cat(list(case.evidence.groups)).norm().item())
+    assert case.verdict.norm.item() == pytest.approx(torch.cat(list(case.evidence.groups)).norm().item())
 
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3, 1e6])
@@ -228,7 +228,7 @@ def test_sums_over_ranks_take_the_place_of_ones_own(kernel, device):
         one.verdict.sums.mul_(2.0)
         one.judge(squares=one.evidence.squares * 2)
     assert_alike(case.results(), other.results())
-    assert case.verdict.norm == pytest.approx(math.sqrt(other.verdict.norms.double().square().sum().item()), rel=1e-6)
+    assert case.verdict.norm.item() == pytest.approx(math.sqrt(other.verdict.norms.double().square().sum().item()), rel=1e-6)
     for one in (case, other):
         one.judge(squares=one.evidence.squares * 2, norm=torch.tensor(4.0, device=one.device))
     assert_alike(case.results(), other.results())

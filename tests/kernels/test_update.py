@@ -82,11 +82,14 @@ def test_parts_are_updated_together_as_by_themselves(kernel, device):
 
 
 def test_new_settings_for_the_same_weights(kernel, device):
-    """As a schedule makes them: shared as before, by fewer objects, by objects that share a value, and not as before."""
+    """As a schedule makes them: shared as before, by fewer objects, by objects that share a value, and not as before; and
+    steps that some of them, or all, do not take."""
     together, apart = Model(kernel, device), Model(kernel, device)
     count = len(together.factors)
-    for step, kinds in enumerate(([1, 2, 3], [4, 5, 6], [4, 5, 6], [7, 7, 8], [9, 10, 9], [2, 3, 4])):
-        settings = [HYPER._replace(lr=1e-3 * kind) for kind in kinds]
+    together.step([None] * count)
+    every = ([1, 2, 3], [4, 5, 6], [4, 5, 6], [7, 7, 8], [9, 10, 9], [2, 3, 4], [0, 0, 0], [4, 5, 6], [4, 0, 6], [0, 5, 6])
+    for step, kinds in enumerate(every):
+        settings = [HYPER._replace(lr=1e-3 * kind) if kind else None for kind in kinds]
         hypers = [None if index % 5 == 1 else settings[index * index % 3] for index in range(count)]
         if step == 5:
             hypers[0], hypers[1] = hypers[1], HYPER

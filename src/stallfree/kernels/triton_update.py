@@ -181,9 +181,9 @@ class TritonUpdate:
 
     def _arrange(self, hypers: list[Hyper | None]) -> None:
         """Prepare steps with these settings."""
-        known = [*map(hypers.__getitem__, self._firsts), None]
-        if [*map(known.__getitem__, self._pattern)] == hypers:  # arranged as before: quick where the same ones are shared
-            self._hypers, self._settings = hypers, [_bits(hyper) for hyper in known if hyper is not None]
+        shared = [hyper for hyper in map(hypers.__getitem__, self._firsts) if hyper is not None]
+        if len(shared) == len(self._firsts) and [*map([*shared, None].__getitem__, self._pattern)] == hypers:
+            self._hypers, self._settings = hypers, [*map(_bits, shared)]  # arranged as before
             return
         names = list(map(id, hypers))
         objects = dict(zip(names, hypers, strict=True))  # few: mostly one for each group of parameters

@@ -38,8 +38,15 @@ def cpu_name() -> str:
 
 def versions() -> str:
     """Of what a result depends on."""
-    libraries = [f"{name} {metadata.version(name)}" for name in ("stallfree", "transformers")]
+    libraries = [f"{name} {_version(name)}" for name in ("stallfree", "transformers")]
     return ", ".join([*libraries, f"torch {torch.__version__}", f"Python {platform.python_version()}"])  # with its build
+
+
+def _version(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:  # run from its source tree
+        return "(not installed)"
 
 
 def _cpu_flags() -> set[str]:

@@ -13,10 +13,9 @@ struct IEEE {
   }
 };
 
-// vsqrtps and vdivps share one unit, the bottleneck on most processors: Intel's take 35 cycles for both. Here the root and the
-// quotient take 14-bit estimates and one Newton step each on the multipliers instead. With y = 1 / sqrt(v), s = v y and
-// e = 1 - s y, sqrt(v) = s (1 + e / 2) up to 1.5 * 2^-28, relatively; with z = 1 / d, q = m z and r = m - q d, m / d = q + r z up
-// to 2^-28 and the last rounding. The estimates' bits differ between makers of processors.
+// vsqrtps and vdivps share one unit, the bottleneck on most processors. Here the root takes a 14-bit estimate y of 1 / sqrt(v)
+// and one Newton step on the multipliers instead: with s = v y and e = 1 - s y, sqrt(v) = s (1 + e / 2) up to 1.5 * 2^-28,
+// relatively. The estimate's bits differ between makers of processors.
 struct Estimate {
   static __m512 quotient(__m512 m, __m512 v, float root_scale, float eps) {
     // y becomes finite at v = 0, so that s = 0, and 1 at infinity, so that the quotient is 0 as in torch. NaN goes through.
@@ -25,14 +24,7 @@ struct Estimate {
     const __m512 s = _mm512_mul_ps(v, y);
     const __m512 e = _mm512_fnmadd_ps(s, y, _mm512_set1_ps(1.0f));
     const __m512 scale = _mm512_fmadd_ps(e, _mm512_set1_ps(0.5f * root_scale), _mm512_set1_ps(root_scale));
-    return divide(m, _mm512_fmadd_ps(s, scale, _mm512_set1_ps(eps)));
-  }
-
- private:
-  static __m512 divide(__m512 m, __m512 d) {
-    const __m512 z = _mm512_rcp14_ps(d), q = _mm512_mul_ps(m, z), r = _mm512_fnmadd_ps(q, d, m);
-    // Where m or d is 0, infinite or NaN, q is right already, and r may be none: 0x99 stands for NaN and infinities.
-    return _mm512_mask_mov_ps(_mm512_fmadd_ps(r, z, q), _mm512_fpclass_ps_mask(r, 0x99), q);
+    return _mm512_div_ps(m, _mm512_fmadd_ps(s, scale, _mm512_set1_ps(eps)));
   }
 };
 
