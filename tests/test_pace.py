@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from stallfree import ZenFlowAdamW
-from stallfree.engine.pace import AIM, CALLS, MOST, Mark, Pace
+from stallfree.engine.pace import AIM, CALLS, MOST, REMEMBERED, Mark, Pace
 
 
 class Machine:
@@ -79,6 +79,27 @@ def test_threads_that_were_needed_are_kept_until_calls_take_longer():
     machine.step = 0.2
     machine.run(20 * CALLS)
     assert machine.pace.threads < few
+
+
+def test_a_need_is_forgotten_in_the_end():
+    machine = Machine(0.3, step=0.1, saturates=9)
+    machine.run(20 * CALLS)
+    few = machine.pace.threads
+    machine.stalled += 0.1
+    machine.run((REMEMBERED + 3) * CALLS)
+    assert machine.pace.threads == few
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_what_a_warm_up_or_another_interval_has_left_to_do_needs_no_threads(held):
+    """Every window closes in every call of a warm-up: the host is behind, and works that off in the first calls after it."""
+    machine = Machine(1.2, step=0.1, saturates=9)
+    machine.run(20, held=held)
+    machine.interval = 8
+    machine.run(8)
+    machine.work = 0.3
+    machine.run(5 * CALLS)
+    assert machine.pace.threads < 14
 
 
 def test_another_interval_begins_with_all_threads():

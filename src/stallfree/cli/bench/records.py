@@ -98,8 +98,9 @@ def _counts(result: Result) -> dict[str, Any]:
     names = result.rounds[0].counted.keys()
     total = {name: sum(entry.counted[name] for entry in result.rounds) for name in names}
     numbers: dict[str, Any] = {}
-    if "stall_ms_total" in total:
-        numbers["stall_ms"] = total["stall_ms_total"] / steps
+    for name in ("stall_ms", "host_ms"):
+        if f"{name}_total" in total:
+            numbers[name] = total[f"{name}_total"] / steps
     if result.footprint is not None:
         for direction in ("down", "up"):
             if (name := f"bytes_{direction}_total") in total:
