@@ -43,7 +43,7 @@ case $part in
     ;;
   launches) python3 benchmarks/launches.py | tee "$out/launches.txt" ;;
   replay)
-    python3 benchmarks/replay.py --threads 1 2 4 8 12 16 --rounds 3 --no-adamw --model --output "$out/replay.json" |
+    python3 benchmarks/replay.py --threads 1 2 4 8 12 16 --rounds 3 --no-adamw --model --output "$out/replay.json" "$@" |
       tee "$out/replay.txt"
     ;;
   peers)

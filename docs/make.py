@@ -27,7 +27,7 @@ AUTO = """
 S is 1 during the warm-up and 2 after it. Then the optimizer measures: the time between two calls (the median of eight,
 without stalls) and the host's time for a full update. It takes the smallest S whose host update fits 85% of S calls. How
 host time depends on S follows from bytes at first, and from measurements once S has had two values. Where a GPU has done
-almost all it was given whenever a call ends, training is launch-bound, and the share is 25%: a busy host slows the
+almost all it was given whenever a call ends, training is launch-bound, and the share is 50%: a busy memory slows the
 launching thread. S grows when calls stall, and shrinks only to what fits with 25% to spare. It decides again, at most every
 64 calls, when a time has changed by more than 15%.
 

@@ -66,9 +66,9 @@ def test_the_smallest_interval_that_hides(now, traffic, current, step_ms, stall_
 @pytest.mark.parametrize(
     "step_ms, interval, hides",
     [
-        (205, 8, True),  # a quarter of the call's time is 51 ms: S=8 needs 50
-        (400, 4, True),
-        (70, 8, True),  # no S needs less than a quarter of it, but S=8 hides
+        (105, 8, True),  # half of the call's time is 52 ms: S=8 needs 50
+        (200, 4, True),
+        (70, 8, True),  # no S leaves half of it, but S=8 hides
         (55, 8, False),
     ],
 )

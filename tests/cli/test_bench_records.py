@@ -7,7 +7,7 @@ from stallfree.cli.bench.records import GIB, MIB, Footprint, Result, Round, mean
 
 def timed(*step_ms, gap=0.0, **other):
     """A round of steps that take this long; `gap`: ms of the round that no step's event shows."""
-    defaults = dict(counted={}, host_bytes=0, device_peak_bytes=None, device_bytes=None)
+    defaults = dict(counted={}, chosen={}, host_bytes=0, device_peak_bytes=None, device_bytes=None)
     return Round(seconds=(sum(step_ms) + gap) / 1e3, step_ms=list(step_ms), **defaults | other)
 
 
@@ -46,6 +46,13 @@ def test_counts_are_per_measured_step():
     result = Result("x", footprint(), rounds=[timed(1, 1, counted=counted[0]), timed(1, 1, counted=counted[1])])
     numbers = row(result, None)
     assert (numbers["stall_ms"], numbers["reselections"]) == (3, 3)
+
+
+def test_what_the_optimizer_chose_is_told_by_round():
+    rounds = [timed(1.0, chosen=dict(interval=interval, host_threads=9)) for interval in (2, 5)]
+    numbers = row(Result("mode", rounds=rounds), None)
+    assert numbers["round_interval"] == [2, 5]
+    assert numbers["round_host_threads"] == [9, 9]
     assert (numbers["down_bytes_per_parameter"], numbers["up_bytes_per_parameter"]) == (2, 0.5)
     assert numbers["ratio"] is None
 

@@ -1,7 +1,6 @@
 """How many of the host's threads work: as few as keep up, because all of them at once slow training down.
 
-A machine's memory saturates with about half of its cores, and the launching thread, which waits for memory all the time, then
-takes up to a third longer. So after some calls the host gets fewer threads if it was idle for long, and more if it was not, or
+The launching thread takes up to a third longer beside a host that works with all threads (docs/pipeline.md). So after some calls the host gets fewer threads if it was idle for long, and more if it was not, or
 if the device waited. What is left over from another S, or from a warm-up, says nothing of that and is not looked at. No result
 depends on it.
 """

@@ -1,5 +1,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
-"""`Judging` in Triton: two or three launches in one call of the driver, however many weights and residents there are.
+"""`Judging` in Triton: two or three launches in one call of the driver, however many weights and residents there are, and one
+more for each further dtype of residents.
 
 What stays where it is, which is most, is named by device tables. Sums have a fixed order, and no atomics: each program of the
 first kernel adds up a part of a weight's channels or of a group's gradients; where these have several parts, a second one adds

@@ -75,6 +75,7 @@ class LocalRunner:
             seconds=seconds,
             step_ms=step_ms,
             counted=counted,
+            chosen=training.chosen(),
             host_bytes=self._host() - host,
             device_peak_bytes=torch.cuda.max_memory_allocated() - others if self.on_gpu else None,
             device_bytes=torch.cuda.memory_reserved() - reserved if self.on_gpu else None,

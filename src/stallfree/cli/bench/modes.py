@@ -124,6 +124,10 @@ class Training:
         """What the optimizer has counted so far, as far as it counts."""
         return {}
 
+    def chosen(self) -> dict[str, int]:
+        """What the optimizer works with now, as far as it chooses."""
+        return {}
+
     @property
     def warming_up(self) -> bool:
         """Whether the optimizer does not work yet as it will."""
@@ -151,6 +155,10 @@ class WithStallfree(WithOptimizer):
 
     def totals(self) -> dict[str, float]:
         return {name: float(value) for name, value in self.optimizer.metrics().items() if name.endswith("_total")}
+
+    def chosen(self) -> dict[str, int]:
+        metrics = self.optimizer.metrics()
+        return {name: metrics[name] for name in ("interval", "host_threads")}
 
     @property
     def warming_up(self) -> bool:

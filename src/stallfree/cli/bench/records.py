@@ -35,6 +35,8 @@ class Round:
     """Of each, by the device's clock."""
     counted: dict[str, float]
     """Growth of the optimizer's `..._total` metrics; empty for optimizers that have none."""
+    chosen: dict[str, int]
+    """S and the host's threads at its end; empty for optimizers that choose neither."""
     host_bytes: int
     """Growth of the process's resident memory."""
     device_peak_bytes: int | None
@@ -105,6 +107,8 @@ def _counts(result: Result) -> dict[str, Any]:
         for direction in ("down", "up"):
             if (name := f"bytes_{direction}_total") in total:
                 numbers[f"{direction}_bytes_per_parameter"] = total[name] / steps / result.footprint.parameters
+    for name in result.rounds[0].chosen:
+        numbers[f"round_{name}"] = [entry.chosen[name] for entry in result.rounds]
     if "reselections_total" in total:
         numbers["reselections"] = round(total["reselections_total"])
     return numbers
