@@ -46,6 +46,8 @@ def test_counts_are_per_measured_step():
     result = Result("x", footprint(), rounds=[timed(1, 1, counted=counted[0]), timed(1, 1, counted=counted[1])])
     numbers = row(result, None)
     assert (numbers["stall_ms"], numbers["reselections"]) == (3, 3)
+    assert (numbers["down_bytes_per_parameter"], numbers["up_bytes_per_parameter"]) == (2, 0.5)
+    assert numbers["ratio"] is None
 
 
 def test_what_the_optimizer_chose_is_told_by_round():
@@ -53,8 +55,6 @@ def test_what_the_optimizer_chose_is_told_by_round():
     numbers = row(Result("mode", rounds=rounds), None)
     assert numbers["round_interval"] == [2, 5]
     assert numbers["round_host_threads"] == [9, 9]
-    assert (numbers["down_bytes_per_parameter"], numbers["up_bytes_per_parameter"]) == (2, 0.5)
-    assert numbers["ratio"] is None
 
 
 def test_memory_is_beyond_the_floor_s():

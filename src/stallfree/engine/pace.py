@@ -1,8 +1,8 @@
 """How many of the host's threads work: as few as keep up, because all of them at once slow training down.
 
-The launching thread takes up to a third longer beside a host that works with all threads (docs/pipeline.md). So after some calls the host gets fewer threads if it was idle for long, and more if it was not, or
-if the device waited. What is left over from another S, or from a warm-up, says nothing of that and is not looked at. No result
-depends on it.
+The launching thread takes up to a third longer beside a host that works with all threads (docs/pipeline.md). So after some
+calls the host gets fewer threads if it was idle for long, and more if it was not, or if the device waited. What is left over
+from another S, or from a warm-up, says nothing of that and is not looked at. No result depends on it.
 """
 
 from __future__ import annotations
