@@ -274,8 +274,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             "device_bytes": sum(b.half.nbytes for b in engine.blocks)
             + sum(12 * r.resident.numel for r in engine.residents.values()),
             **engine.meter.report(),
-            "host_ms_total": engine.worker.queue.stats().busy_seconds * 1e3,
-            "host_threads": engine.worker.pace.threads,
+            "host_ms_total": engine.worker.busy_seconds * 1e3,
+            "host_threads": engine.worker.threads,
             "retention": retention,
             "retention_by_kind": by_kind,
         }

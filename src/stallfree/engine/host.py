@@ -109,9 +109,19 @@ class HostWorker:
     def keep_pace(self, stalled: float, interval: int, held: bool) -> None:
         """After a call: work with as many threads as keep up, or with all of them if `held`. stalled: seconds so far."""
         threads = self.pace.threads
-        mark = Mark(time.perf_counter(), self.queue.stats().busy_seconds, stalled)
+        mark = Mark(time.perf_counter(), self.busy_seconds, stalled)
         if self.pace.after_call(mark, interval, held) != threads:
             self.kernel.limit(self.pace.threads)
+
+    @property
+    def busy_seconds(self) -> float:
+        """Of work on windows so far."""
+        return self.queue.stats().busy_seconds
+
+    @property
+    def threads(self) -> int:
+        """That work now."""
+        return self.pace.threads
 
     def wait(self, point: Point) -> None:
         """Raises `HostError` if the work or an earlier one failed."""

@@ -6,13 +6,12 @@ import os
 import platform
 import subprocess
 from datetime import datetime
-from importlib import metadata
 from typing import Any
 
 import torch
 
 from stallfree.cli.bench.settings import BenchSettings, command_line
-from stallfree.cli.finetune.machine import cpu_name
+from stallfree.cli.finetune.machine import cpu_name, version_of
 
 LIBRARIES = ("stallfree", "transformers", "triton", "deepspeed", "torchao")
 
@@ -30,7 +29,7 @@ def environment(settings: BenchSettings) -> dict[str, Any]:
         "torch_threads": torch.get_num_threads(),
         "torch": torch.__version__,  # with its build
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in LIBRARIES},
+        "versions": {name: version_of(name) for name in LIBRARIES},
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command_line(settings),
         "settings": settings.model_dump(mode="json", exclude={"output", "trace"}),
@@ -42,11 +41,4 @@ def _driver() -> str | None:
     try:
         return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
     except (OSError, subprocess.SubprocessError, IndexError):
-        return None
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
         return None

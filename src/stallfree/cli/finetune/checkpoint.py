@@ -41,6 +41,8 @@ def save(directory: Path, training: Training, about: dict[str, Any]) -> None:
 def load(directory: Path, training: Training, fingerprint: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Put a training where an interrupted one was; returns what was saved about it.
 
+    Where a run has ended, what is left of the checkpoints that it was removing goes as well.
+
     Raises:
         UsageError: if there is no checkpoint, it is damaged or of another run, or the data or the settings changed since.
     """

@@ -38,15 +38,16 @@ def cpu_name() -> str:
 
 def versions() -> str:
     """Of what a result depends on."""
-    libraries = [f"{name} {_version(name)}" for name in ("stallfree", "transformers")]
+    libraries = [f"{name} {version_of(name) or '(not installed)'}" for name in ("stallfree", "transformers")]
     return ", ".join([*libraries, f"torch {torch.__version__}", f"Python {platform.python_version()}"])  # with its build
 
 
-def _version(name: str) -> str:
+def version_of(name: str) -> str | None:
+    """Of a library. None: not installed, or run from its source tree."""
     try:
         return metadata.version(name)
-    except metadata.PackageNotFoundError:  # run from its source tree
-        return "(not installed)"
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _cpu_flags() -> set[str]:

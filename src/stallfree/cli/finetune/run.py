@@ -123,18 +123,19 @@ class Run:
         self.evaluator = Evaluator(training.model, tokenizer, data, settings, stop.check, self.ranks)
         self.evaluations: dict[int, Evaluation] = {}  # by step
         self.pending: PendingRecord | None = None
-        self.not_finite = 0  # steps in a row
-        self.standing = 0  # steps in a row that were skipped
+        self.losses_not_finite = 0  # in a row
+        self.skipped_in_a_row = 0  # steps
         self.seen = Seen(training.step, training.optimizer.metrics()["skipped_steps"] or 0)
         self.unlogged = False  # whether the log could not be written
         if saved is not None:
             self.evaluations = {record["step"]: Evaluation(**record) for record in saved["evaluations"]}
         self.log: MetricsLog | None = None
         if self.ranks.first:
-            if saved is None:
-                _clear(self.output)
-                save_settings(settings, self.output)
-            self.log = MetricsLog(self.output, step=training.step, evaluated=set(self.evaluations))
+            with self._way_out():
+                if saved is None:
+                    _clear(self.output)
+                    save_settings(settings, self.output)
+                self.log = MetricsLog(self.output, step=training.step, evaluated=set(self.evaluations))
 
     def go(self) -> int:
         training, display = self.training, self.display
@@ -188,8 +189,7 @@ class Run:
             self.log.append(record)
         except OSError as error:
             if self.settings.on_save_error == "stop":
-                with self._way_out():
-                    raise
+                raise self._unwritable(error) from error
             if not self.unlogged:
                 self.display.note(f"{METRICS_FILE} cannot be written, and training goes on: {error.strerror}")
             self.unlogged = True
@@ -208,16 +208,16 @@ class Run:
     def _give_up_if_lost(self, record: dict[str, Any]) -> None:
         """A diverged model may well have a finite loss; its gradients are not, so that every step is skipped from then on."""
         step, way_out = record["step"], "lower --lr or raise --warmup, and add --overwrite"
-        self.not_finite = 0 if math.isfinite(record["loss"]) else self.not_finite + 1
-        if self.not_finite == NOT_FINITE_LIMIT:
+        self.losses_not_finite = 0 if math.isfinite(record["loss"]) else self.losses_not_finite + 1
+        if self.losses_not_finite == NOT_FINITE_LIMIT:
             raise UsageError(f"the loss was not finite in {NOT_FINITE_LIMIT} steps up to {step}: {way_out}")
         if "skipped_steps" not in record:
             return
         skipped = record["skipped_steps"] - self.seen.skipped
-        self.standing = self.standing + skipped if skipped == step - self.seen.step else 0
+        self.skipped_in_a_row = self.skipped_in_a_row + skipped if skipped == step - self.seen.step else 0
         self.seen = Seen(step, record["skipped_steps"])
-        if self.standing >= NOT_FINITE_LIMIT:
-            raise UsageError(f"the gradients were not finite in {self.standing} steps up to {step}: {way_out}")
+        if self.skipped_in_a_row >= NOT_FINITE_LIMIT:
+            raise UsageError(f"the gradients were not finite in {self.skipped_in_a_row} steps up to {step}: {way_out}")
 
     def _save(self) -> None:
         """Everything needed to go on, and exact weights for use."""
@@ -234,8 +234,11 @@ class Run:
         try:
             yield
         except (OSError, SafetensorError) as error:
-            then = "go on with --resume" if checkpoint.exists(self.output) else "there is no checkpoint to go on from"
-            raise UsageError(f"{self.output} cannot be written ({error}): make room; {then}") from error
+            raise self._unwritable(error) from error
+
+    def _unwritable(self, error: Exception) -> UsageError:
+        then = "go on with --resume" if checkpoint.exists(self.output) else "there is no checkpoint to go on from"
+        return UsageError(f"{self.output} cannot be written ({error}): make room; {then}")
 
     def _save_on_the_way(self) -> None:
         self._log_pending()  # a run that is given up is no save that has failed
