@@ -108,6 +108,15 @@ def test_parameters_without_an_order_are_refused():
     optimizer.close()
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+def test_a_parameter_without_elements_is_no_obstacle(shape):
+    others = [[parameter(), parameter(5)] for _ in range(2)]
+    stepped(ZenFlowAdamW(others[0], **SMALL)).flush()
+    stepped(ZenFlowAdamW([nn.Parameter(torch.ones(shape)), *others[1]], **SMALL)).flush()
+    for with_it, alone in zip(others[1], others[0], strict=True):
+        assert torch.equal(with_it, alone)
+
+
 @needs_cuda
 def test_parameters_on_several_devices():
     with pytest.raises(ValueError, match=r"(?s)device.*second"):

@@ -50,7 +50,7 @@ class Staging:
         self.engine = engine
         self._loose: list[OwnGradients] = []  # of sharded residents whose gradients lie among those of blocks staged already
         self._zeroed = False  # some handle has been, since the last call
-        self._scaling: tuple[Tensor | None, Tensor | float, int, Tensor] | None = None  # the last product of `scaled`
+        self._scaling: tuple[Tensor | None, Tensor | float, int | None, Tensor] | None = None  # the last product of `scaled`
 
     # From backward
 
@@ -280,7 +280,7 @@ class Staging:
 
     def forget(self) -> None:
         """After a call, which has consumed what was staged."""
-        self._zeroed = False
+        self._zeroed, self._scaling = False, None
 
     def _check_mine(self, param: nn.Parameter, staged: Staged) -> None:
         """Refuse a handle that does not stand for the parameter's current gradient."""
@@ -336,10 +336,13 @@ class Staging:
 
     @torch.no_grad()
     def scaled(self, factor: Tensor | None, by: Tensor | float) -> Tensor:
-        """The product. Clipping multiplies all gradients by the same number, which is done once."""
-        version = by._version if isinstance(by, Tensor) and not by.is_inference() else 0
+        """The product. Clipping multiplies all gradients by the same number, which is done once in a call.
+
+        In the next one a tensor may be another number, though its version is the same: a CUDA graph writes it, say.
+        """
+        version = -1 if not isinstance(by, Tensor) else None if by.is_inference() else by._version
         last = self._scaling
-        if last is not None and last[0] is factor and last[1] is by and last[2] == version:
+        if version is not None and last is not None and last[0] is factor and last[1] is by and last[2] == version:
             return last[3]
         number = torch.as_tensor(by, dtype=torch.float32, device=self.engine.device).reshape(())
         product = number.clone() if factor is None else factor * number
