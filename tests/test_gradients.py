@@ -476,11 +476,13 @@ def test_a_plain_gradient_assigned_over_a_staged_one_is_used(device):
     """The way out: take the plain tensor, change it, put it back."""
     setting = Setting(device)
     setting.backward(setting.draw())
-    grads = []
+    grads, handle = [], setting.params[0].grad
     for p in setting.params:
         grads.append(setting.optimizer.full_gradient(p).clamp(-0.5, 0.5))
         p.grad = grads[-1].clone()
     setting.step()
+    with pytest.raises(RuntimeError, match="discarded"):
+        handle.norm()
     assert_equal(setting.weights(), same_as(device, torch.float32, grads))
 
 

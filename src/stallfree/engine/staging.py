@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from stallfree.engine import weights
 from stallfree.engine.blocks import Weight, describe
-from stallfree.engine.gradient import Staged, StagedCall, StagedGradient
+from stallfree.engine.gradient import Staged, StagedGradient
 from stallfree.engine.sharding import (
     GRAD,
     LOCAL,
@@ -102,7 +102,7 @@ class Staging:
             )
         block, place = state.block, state.place
         if (staged := block.staged[place]) is not None:
-            staged.call = StagedCall(staged.call.number)  # it will not be consumed with the others
+            staged.leave()
         block.staged[place], block.passes_seen[place] = None, 0
         block.surprised = True
         self._not_ready(block, place)
@@ -306,8 +306,10 @@ class Staging:
             if not grad.staged.zero:
                 return None
             grad = torch.zeros_like(state.weight.shard)
-        if state.staged is not None and _is_early(state):
-            self._refuse_change(state.staged)
+        if state.staged is not None:
+            if _is_early(state):
+                self._refuse_change(state.staged)
+            state.staged.leave()
         return grad
 
     # For handles
