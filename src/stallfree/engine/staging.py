@@ -228,7 +228,8 @@ class Staging:
         settings = tuple(hypers[id(state.weight.param)] if state.place in places else None for state in block.weights)
         call = Call(block.take_slot(), None, block.scaled(settings))
         work = engine.host_work(block, (call,), block.half.division.divided, 0.0, tuple(places))
-        block.early = Early(places, engine.worker.submit([work])[0])
+        block.work = engine.worker.submit([work])[0]
+        block.early = Early(places)
 
     # In step()
 
