@@ -278,6 +278,22 @@ def test_a_parameter_that_moves_to_another_shape_dtype_or_device_is_named(change
     optimizer.close()
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_parameter_that_was_taken_out_of_its_group_is_named_if_it_has_a_gradient(taken):
+    params = [parameter(), parameter(5), parameter()]
+    optimizer = stepped(ZenFlowAdamW(zip(("a", "b", "c"), params, strict=True), lr=1e-2, **SMALL))
+    group = optimizer.param_groups[0]
+    del group["params"][taken], group["param_names"][taken]
+    backward(params, [torch.ones_like(p) for p in params])
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(RuntimeError, match=rf"{'ab'[taken]} .*in no group"):
+        optimizer.step()
+    assert all(torch.equal(p, then) for p, then in zip(params, before, strict=True))
+    params[taken].grad = None
+    optimizer.step()
+    optimizer.close()
+
+
 def test_a_closed_optimizer_says_so():
     p = parameter()
     optimizer = stepped(ZenFlowAdamW([p], **SMALL))

@@ -249,6 +249,8 @@ class Staging:
             for param in engine.resident_params:
                 self._check(param)
         strangers = set() if ids <= engine.ledger.ids else ids - engine.ledger.ids  # that were frozen at construction
+        if len(ids) - len(strangers) < len(engine.ledger.ids):
+            self._refuse_outsiders(ids)
         newcomers = [
             (engine.read_name(param), param)
             for param in (engine.read_params() if strangers else ())
@@ -261,6 +263,17 @@ class Staging:
             left = engine.blocks
         for block in left:
             self._stage_left(block)
+
+    def _refuse_outsiders(self, ids: Set[int]) -> None:
+        """Of parameters that somebody has taken out of the groups nobody knows the settings."""
+        engine = self.engine
+        for param in engine.ledger:
+            if id(param) not in ids and param.grad is not None:
+                managed = engine.weights[param].weight if param in engine.weights else engine.residents[param].resident
+                raise RuntimeError(
+                    f"{describe(managed.name, param)} has a gradient and is in no group of the optimizer any more: freeze it "
+                    "(requires_grad_(False), zero_grad()) instead of taking it out, or build a new optimizer"
+                )
 
     def _check(self, param: nn.Parameter) -> None:
         """Refuse a gradient that cannot be used."""
