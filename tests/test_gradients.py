@@ -253,6 +253,24 @@ def test_a_loss_scaled_by_the_user_and_unscaled_again(device):
     assert_equal(setting.weights(), same_as(device, torch.float16, grads))
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_factor_that_is_another_number_in_the_next_call(inference):
+    """Written where no version tells, as a CUDA graph does."""
+    setting, scaled = Setting("cpu", calls=0), Setting("cpu", calls=0)
+    with torch.inference_mode(inference):
+        factor = torch.zeros(())
+    for number in (0.5, 0.25, 2.0):
+        grads = setting.backward(setting.draw())
+        with torch.inference_mode(inference):
+            factor.data.fill_(number)
+        for p in setting.params[:2]:
+            p.grad.mul_(factor)
+        scaled.backward([*(g * number for g in grads[:2]), grads[2]])
+        setting.step()
+        scaled.step()
+    assert_equal(setting.weights(), scaled.weights())
+
+
 def test_a_non_finite_factor_skips_the_call(device):
     setting, untouched = Setting(device), Setting(device)
     setting.backward(setting.draw())
@@ -458,11 +476,13 @@ def test_a_plain_gradient_assigned_over_a_staged_one_is_used(device):
     """The way out: take the plain tensor, change it, put it back."""
     setting = Setting(device)
     setting.backward(setting.draw())
-    grads = []
+    grads, handle = [], setting.params[0].grad
     for p in setting.params:
         grads.append(setting.optimizer.full_gradient(p).clamp(-0.5, 0.5))
         p.grad = grads[-1].clone()
     setting.step()
+    with pytest.raises(RuntimeError, match="discarded"):
+        handle.norm()
     assert_equal(setting.weights(), same_as(device, torch.float32, grads))
 
 

@@ -108,6 +108,15 @@ def test_parameters_without_an_order_are_refused():
     optimizer.close()
 
 
+@pytest.mark.parametrize("shape", [(0,), (0, 3)])
+def test_a_parameter_without_elements_is_no_obstacle(shape):
+    others = [[parameter(), parameter(5)] for _ in range(2)]
+    stepped(ZenFlowAdamW(others[0], **SMALL)).flush()
+    stepped(ZenFlowAdamW([nn.Parameter(torch.ones(shape)), *others[1]], **SMALL)).flush()
+    for with_it, alone in zip(others[1], others[0], strict=True):
+        assert torch.equal(with_it, alone)
+
+
 @needs_cuda
 def test_parameters_on_several_devices():
     with pytest.raises(ValueError, match=r"(?s)device.*second"):
@@ -266,6 +275,22 @@ def test_a_parameter_that_moves_to_another_shape_dtype_or_device_is_named(change
     with pytest.raises(RuntimeError, match=rf"(?s)moves.*({word})"):
         optimizer.step()
     assert torch.equal(a.detach(), before)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("taken", [0, 1])
+def test_a_parameter_that_was_taken_out_of_its_group_is_named_if_it_has_a_gradient(taken):
+    params = [parameter(), parameter(5), parameter()]
+    optimizer = stepped(ZenFlowAdamW(zip(("a", "b", "c"), params, strict=True), lr=1e-2, **SMALL))
+    group = optimizer.param_groups[0]
+    del group["params"][taken], group["param_names"][taken]
+    backward(params, [torch.ones_like(p) for p in params])
+    before = [p.detach().clone() for p in params]
+    with pytest.raises(RuntimeError, match=rf"{'ab'[taken]} .*in no group"):
+        optimizer.step()
+    assert all(torch.equal(p, then) for p, then in zip(params, before, strict=True))
+    params[taken].grad = None
+    optimizer.step()
     optimizer.close()
 
 

@@ -239,6 +239,34 @@ def test_settings_without_delay_honour_a_write_at_every_call(device, settings, w
     optimizer.close()
 
 
+@pytest.mark.parametrize("late", [0.0, 0.02])
+def test_a_write_after_an_update_in_backward_takes_its_place(device, late):
+    """However late the host is: the moments have the gradient, the weight is what was written."""
+    config = ZenFlowConfig(preset="stronghold", full_warm_up_rounds=0, min_numel=0)
+    history = History(shapes=((6, 8), (4, 5), (3,)), calls=(Call(),) * 6, config=config)
+    player = Player(history, device)
+    player.optimizer.engine.delay = lambda place: late if place == "worker" else 0.0
+    follower = Follower(history, [dict(group) for group in player.optimizer.param_groups])
+    player.play(3)
+    for t in range(3):
+        follower.step(t)
+    player.backward()
+    overwrite(player.params[0], "copy_", 1)
+    wrote = player.weights()[0]
+    player.optimizer.step()
+    player.optimizer.zero_grad()
+    player.t += 1
+    assert torch.equal(player.weights()[0], wrote)
+    follower.step(3)
+    follower.write(0, wrote)
+    player.play()
+    for t in (4, 5):
+        follower.step(t)
+    for mine, other in zip(player.flushed(), follower.masters, strict=True):
+        torch.testing.assert_close(mine, other.detach(), rtol=1e-5, atol=1e-5)
+    player.close()
+
+
 @pytest.mark.parametrize("write", [clamp, perturb])
 def test_a_weight_that_is_written_at_every_call_is_refused_with_the_way_out(write):
     """With a delay, each write would take the place of the updates under way, and deferred channels would stand still."""

@@ -65,6 +65,10 @@ class Staged:
     def consumed(self) -> bool:
         return self.call.consumed
 
+    def leave(self) -> None:
+        """Another gradient takes its place, or none: it will not be consumed with those of its call."""
+        self.call = StagedCall(self.call.number)
+
     def norm(self) -> Tensor:
         """L2 norm of the whole gradient: fp32 scalar on the device."""
         if self.zero:

@@ -311,8 +311,10 @@ class Engine:
         """Give the host the windows that close in this call, all at once."""
         works = []
         for block, window in closing:
-            early, block.early = block.early, None
-            places = None if early is None else tuple(set(range(len(block.weights))) - early.places)
+            early, block.early, places = block.early, None, None
+            if early is not None:
+                places = tuple(set(range(len(block.weights))) - early.places)
+                window.dropped |= early.dropped
             calls = tuple(self._call(block, collected) for collected in window.calls)
             works.append(self.host_work(block, calls, window.division.divided, window.lookahead, places, window.exchange))
         for (block, window), work in zip(closing, self.worker.submit(works), strict=True):

@@ -76,6 +76,8 @@ class ResidentGroup:
             torch.arange(segment.channels, dtype=torch.int32, device=self.layout.device) for segment in self.layout.segments
         ]
         weights = [resident.shard.detach() for resident in self.residents] if self._plain is None else [self._plain]
+        for place in self._empty:
+            weights[place] = weights[place].new_zeros(1)  # which nobody writes, but the layout has
         return Part(
             self.layout, torch.cat(every), weights, self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.gradients
         )

@@ -192,8 +192,11 @@ class OwnGradients:
 
 
 def _uses(tensor: Tensor | None) -> int:
-    """How many tensors share its memory."""
-    return 0 if tensor is None else int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    """Grows with each tensor that shares its memory, and with each holder of its storage, which Python has one object for."""
+    if tensor is None:
+        return 0
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata)) + getrefcount(storage)
 
 
 def whole(param: Param, local: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torch.autograd.graph import increment_version
 
 from stallfree.engine import weights
 from stallfree.engine.blocks import Weight, describe
-from stallfree.engine.gradient import Staged, StagedCall, StagedGradient
+from stallfree.engine.gradient import Staged, StagedGradient
 from stallfree.engine.sharding import (
     GRAD,
     LOCAL,
@@ -50,7 +50,7 @@ class Staging:
         self.engine = engine
         self._loose: list[OwnGradients] = []  # of sharded residents whose gradients lie among those of blocks staged already
         self._zeroed = False  # some handle has been, since the last call
-        self._scaling: tuple[Tensor | None, Tensor | float, int, Tensor] | None = None  # the last product of `scaled`
+        self._scaling: tuple[Tensor | None, Tensor | float, int | None, Tensor] | None = None  # the last product of `scaled`
 
     # From backward
 
@@ -102,7 +102,7 @@ class Staging:
             )
         block, place = state.block, state.place
         if (staged := block.staged[place]) is not None:
-            staged.call = StagedCall(staged.call.number)  # it will not be consumed with the others
+            staged.leave()
         block.staged[place], block.passes_seen[place] = None, 0
         block.surprised = True
         self._not_ready(block, place)
@@ -228,7 +228,8 @@ class Staging:
         settings = tuple(hypers[id(state.weight.param)] if state.place in places else None for state in block.weights)
         call = Call(block.take_slot(), None, block.scaled(settings))
         work = engine.host_work(block, (call,), block.half.division.divided, 0.0, tuple(places))
-        block.early = Early(places, engine.worker.submit([work])[0])
+        block.work = engine.worker.submit([work])[0]
+        block.early = Early(places)
 
     # In step()
 
@@ -248,6 +249,8 @@ class Staging:
             for param in engine.resident_params:
                 self._check(param)
         strangers = set() if ids <= engine.ledger.ids else ids - engine.ledger.ids  # that were frozen at construction
+        if len(ids) - len(strangers) < len(engine.ledger.ids):
+            self._refuse_outsiders(ids)
         newcomers = [
             (engine.read_name(param), param)
             for param in (engine.read_params() if strangers else ())
@@ -260,6 +263,17 @@ class Staging:
             left = engine.blocks
         for block in left:
             self._stage_left(block)
+
+    def _refuse_outsiders(self, ids: Set[int]) -> None:
+        """Of parameters that somebody has taken out of the groups nobody knows the settings."""
+        engine = self.engine
+        for param in engine.ledger:
+            if id(param) not in ids and param.grad is not None:
+                managed = engine.weights[param].weight if param in engine.weights else engine.residents[param].resident
+                raise RuntimeError(
+                    f"{describe(managed.name, param)} has a gradient and is in no group of the optimizer any more: freeze it "
+                    "(requires_grad_(False), zero_grad()) instead of taking it out, or build a new optimizer"
+                )
 
     def _check(self, param: nn.Parameter) -> None:
         """Refuse a gradient that cannot be used."""
@@ -280,7 +294,7 @@ class Staging:
 
     def forget(self) -> None:
         """After a call, which has consumed what was staged."""
-        self._zeroed = False
+        self._zeroed, self._scaling = False, None
 
     def _check_mine(self, param: nn.Parameter, staged: Staged) -> None:
         """Refuse a handle that does not stand for the parameter's current gradient."""
@@ -306,8 +320,10 @@ class Staging:
             if not grad.staged.zero:
                 return None
             grad = torch.zeros_like(state.weight.shard)
-        if state.staged is not None and _is_early(state):
-            self._refuse_change(state.staged)
+        if state.staged is not None:
+            if _is_early(state):
+                self._refuse_change(state.staged)
+            state.staged.leave()
         return grad
 
     # For handles
@@ -336,10 +352,13 @@ class Staging:
 
     @torch.no_grad()
     def scaled(self, factor: Tensor | None, by: Tensor | float) -> Tensor:
-        """The product. Clipping multiplies all gradients by the same number, which is done once."""
-        version = by._version if isinstance(by, Tensor) and not by.is_inference() else 0
+        """The product. Clipping multiplies all gradients by the same number, which is done once in a call.
+
+        In the next one a tensor may be another number, though its version is the same: a CUDA graph writes it, say.
+        """
+        version = -1 if not isinstance(by, Tensor) else None if by.is_inference() else by._version
         last = self._scaling
-        if last is not None and last[0] is factor and last[1] is by and last[2] == version:
+        if version is not None and last is not None and last[0] is factor and last[1] is by and last[2] == version:
             return last[3]
         number = torch.as_tensor(by, dtype=torch.float32, device=self.engine.device).reshape(())
         product = number.clone() if factor is None else factor * number

@@ -185,8 +185,6 @@ def abandon(engine: Engine) -> None:
     """Let go of all that is under way: it belongs to the state that is given up, and so do the gradients in `.grad`."""
     for block in engine.blocks:
         block.settle()
-        if block.early is not None:
-            engine.worker.wait(block.early.work)
         block.early = None
         block.let_go()
         for state in block.weights:

@@ -163,6 +163,8 @@ def _absorb(engine: Engine, state: WeightState) -> None:
         block.settle()
         for window in block.queue:
             window.dropped.add(place)
+        if block.early is not None and place in block.early.places:
+            block.early.dropped.add(place)
         _replay_now(engine, state)
         state.host.read_weights()
         block.half.read_weights(place)

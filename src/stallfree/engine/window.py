@@ -80,7 +80,7 @@ class Early:
     """Host work that began during backward."""
 
     places: frozenset[int]  # the weights that it updates
-    work: Point
+    dropped: set[int] = field(default_factory=set)  # of these, those that were written from outside since
 
 
 @dataclass(eq=False, slots=True)
