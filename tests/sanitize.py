@@ -15,7 +15,7 @@ from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.kernels import block_kernel
 from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, targets
 from stallfree.kernels.device import Hyper
-from stallfree.kernels.judging import Evidence, Rule
+from stallfree.kernels.judging import Evidence, Policy
 from stallfree.kernels.torch_block import TorchBlock
 
 # channels, length, axis, selected
@@ -58,7 +58,7 @@ def kernels(kernel: BlockKernel, device: torch.device, shapes: list, dtype: torc
     factors = torch.full((len(shapes),), 0.5, device=device)
     score, record = torch.zeros_like(squares), torch.zeros(1 + len(shapes) + 5, device=device)
     starts = [*layout.channel_starts, layout.channels]
-    judging = kernel.judging(Evidence(starts, squares, division.rows < 0, score, [rows], 5), Rule(1.0, True, 0.9))
+    judging = kernel.judging(Evidence(starts, squares, division.rows < 0, score, [rows], 5), Policy(1.0, True, 0.9))
     judging.judge(1, record)
     judging.judge(2, record, torch.tensor([False, *[True] * (len(shapes) - 1)], device=device), factors)
     hyper = Hyper(1e-2, 0.9, 0.999, 1e-8, 0.1)

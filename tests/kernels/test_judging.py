@@ -6,7 +6,7 @@ import pytest
 import torch
 from block_cases import DTYPES, KERNELS, SENTINEL, make_kernel, same
 
-from stallfree.kernels.judging import Evidence, Rule
+from stallfree.kernels.judging import Evidence, Policy
 from stallfree.kernels.torch_block import TorchBlock
 
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # numpy's, in triton's interpreter
@@ -19,7 +19,7 @@ SIZES = {  # by name: channels of weights; elements of groups of residents, and 
     "an empty group": ([5], [0, 3], 2),
     "nothing": ([], [], 0),
 }
-RULE = Rule(max_norm=1.0, skips=True, decay=0.9)
+RULE = Policy(max_norm=1.0, skips=True, decay=0.9)
 
 
 @pytest.fixture(params=KERNELS)
@@ -142,7 +142,7 @@ def test_numbers_by_hand(kernel, device, dtype):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", ["channel", "resident"])
-@pytest.mark.parametrize("rule", [RULE, RULE._replace(skips=False), Rule()])
+@pytest.mark.parametrize("rule", [RULE, RULE._replace(skips=False), Policy()])
 def test_a_norm_that_is_not_finite_skips(kernel, device, rule, where, value):
     """Unless the rule says otherwise. What was not finite is kept until the next skipped call; nothing is clipped."""
     case = Case(kernel, device, rule=rule)
@@ -202,7 +202,7 @@ def test_what_an_absent_weight_left_behind_is_not_looked_at(kernel, device):
 
 @pytest.mark.parametrize("max_norm", [None, 1e-3, 1e6])
 def test_clipping_is_torchs(kernel, device, max_norm):
-    case = Case(kernel, device, rule=Rule(max_norm))
+    case = Case(kernel, device, rule=Policy(max_norm))
     case.draw()
     case.judge()
     expected = 1.0 if max_norm is None else min(max_norm / (case.verdict.norm.item() + 1e-6), 1.0)

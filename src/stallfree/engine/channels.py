@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stallfree.engine.blocks import Weight
-from stallfree.kernels.torch_judging import add_segments
+from stallfree.kernels.judging import add_segments
 
 
 class Channels:
@@ -31,11 +31,11 @@ class Channels:
         """Make room for more weights. Views taken before are void."""
         self.weights = [*self.weights, *weights]
         self.starts = [0, *accumulate(weight.channels for weight in self.weights)]
-        more, old = self.starts[-1] - len(self.score), self.device
-        self.squares = torch.cat([self.squares, torch.zeros(more, dtype=torch.float32, device=old)])
-        self.score = torch.cat([self.score, torch.zeros(more, dtype=torch.float32, device=old)])
-        self.deferred = torch.cat([self.deferred, torch.ones(more, dtype=torch.bool, device=old)])
-        self._offsets = torch.tensor(self.starts, dtype=torch.int64, device=old)
+        more, device = self.starts[-1] - len(self.score), self.device
+        self.squares = torch.cat([self.squares, torch.zeros(more, dtype=torch.float32, device=device)])
+        self.score = torch.cat([self.score, torch.zeros(more, dtype=torch.float32, device=device)])
+        self.deferred = torch.cat([self.deferred, torch.ones(more, dtype=torch.bool, device=device)])
+        self._offsets = torch.tensor(self.starts, dtype=torch.int64, device=device)
         self.changed()
 
     def of(self, flat: Tensor, first: Weight, last: Weight) -> Tensor:

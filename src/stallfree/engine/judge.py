@@ -13,8 +13,7 @@ from torch import Tensor
 from stallfree.engine.gradient import Staged
 from stallfree.engine.schedule import slots_needed
 from stallfree.engine.sharding import RankSums
-from stallfree.kernels.judging import Evidence, Judging, Rule
-from stallfree.kernels.torch_judging import all_norms
+from stallfree.kernels.judging import Evidence, Judging, Policy, all_norms
 
 if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
@@ -39,11 +38,16 @@ class Judge:
         A row is used again when its call's windows have been published.
         """
         engine, channels, config = self.engine, self.engine.channels, self.engine.config
-        groups = [group.gradients for group in engine.groups]
-        flats = (channels.squares, channels.deferred, channels.score)
-        evidence = Evidence(channels.starts, *flats, groups, len(engine.residents))
-        rule = Rule(config.max_grad_norm, not config.update_in_backward, config.score_decay if config.topk_ratio else None)
-        self._judging = engine.kernel.judging(evidence, rule)
+        evidence = Evidence(
+            starts=channels.starts,
+            squares=channels.squares,
+            deferred=channels.deferred,
+            score=channels.score,
+            groups=[group.gradients for group in engine.groups],
+            residents=len(engine.residents),
+        )
+        policy = Policy(config.max_grad_norm, not config.update_in_backward, config.score_decay if config.topk_ratio else None)
+        self._judging = engine.kernel.judging(evidence, policy)
         verdict = self._judging.verdict
         self._factors = verdict.record[1:]
         self._records = engine.link.host_empty((slots_needed(config) + 1, len(verdict.record)), torch.float32).unbind()

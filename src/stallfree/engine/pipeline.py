@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from operator import attrgetter
 
 import torch
@@ -32,9 +32,9 @@ from stallfree.engine.ledger import Ledger
 from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
 from stallfree.engine.schedule import Clock
-from stallfree.engine.sharding import SHAPE, Agreement, OwnGradients, RankSums, directly, is_sharded
+from stallfree.engine.sharding import LAYOUT_SHAPE, Agreement, OwnGradients, RankSums, directly, is_sharded
 from stallfree.engine.slots import SlotPool, gives_at_close, plan_slots
-from stallfree.engine.staging import Staging
+from stallfree.engine.staging import NOWHERE, Staging
 from stallfree.engine.transfer import link_to
 from stallfree.engine.tuner import IntervalTuner
 from stallfree.engine.uninterrupted import uninterrupted
@@ -47,7 +47,6 @@ from stallfree.kernels.replay import ReplayJob
 from stallfree.kernels.windows import Call, HostExchange, WindowWork
 from stallfree.telemetry.meter import Meter
 
-NOWHERE: AbstractContextManager[None] = nullcontext()
 Hypers = dict[int, Hyper]  # by id of the parameter: tensors are slow to look up
 _open: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines that have not been closed
 
@@ -84,7 +83,7 @@ class Engine:
         self.turns = 0  # blocks staged since the last call
         self.ledger = Ledger()  # of all parameters
         self.resident_params: list[nn.Parameter] = []
-        self.resident_shapes: list[object] = []  # of their gradients
+        self.resident_forms: list[object] = []  # of their gradients
         self.exact_at = 0  # the call after which the weights were those of a flush
         self.paused: str | None = None  # why step() is refused now
         self.written: list[WeightState] = []  # that outside writes have kept from training, until step() refuses them
@@ -137,7 +136,7 @@ class Engine:
         self.groups.extend(groups)
         self.residents.update({state.resident.param: state for group in groups for state in group.states})
         self.resident_params = list(self.residents)
-        self.resident_shapes = [SHAPE(state.resident.shard) for state in self.residents.values()]
+        self.resident_forms = [LAYOUT_SHAPE(state.resident.shard) for state in self.residents.values()]
         if split:
             self.channels.extend(split)
         size = self.link.piece_bytes

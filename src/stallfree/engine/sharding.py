@@ -27,11 +27,12 @@ PLAIN = {Tensor, nn.Parameter}  # asked for first: hooks and step() come by for 
 
 # Of many tensors, one after the other, without a line of Python for each: map(LOCAL, tensors).
 GRAD, LOCAL, SPEC, BASE, VERSION = map(attrgetter, ("grad", "_local_tensor", "_spec", "_base", "_version"))
-SHAPE, KIND = attrgetter("layout", "shape"), attrgetter("dtype", "shape")
-form_of = attrgetter("dtype", "layout", "requires_grad", "device", "shape")
+DTYPE_SHAPE, LAYOUT_SHAPE = attrgetter("dtype", "shape"), attrgetter("layout", "shape")
+FORM = attrgetter("dtype", "layout", "requires_grad", "device", "shape")
 
 # Inside, nobody asks DTensors whether they answer for themselves, which they do not: their attributes are as quick as others'.
 directly = torch._C.DisableTorchFunctionSubclass
+storage_uses = torch._C._storage_Use_Count  # tensors that view a storage are counted nowhere else
 
 _sharded_types: dict[type, bool] = dict.fromkeys(PLAIN, False)  # whether a type is DTensor's: asked all the time
 _stand_ins: Any = WeakIdKeyDictionary()  # by parameter
@@ -123,6 +124,7 @@ ALONE = _references([object()])  # what Python counts for what nothing but one l
 
 def are_alone(held: Sequence[Any], lists: int = 1) -> bool:
     """Whether nobody has any of these but so many lists or attributes."""
+    # CPython (3.11 to 3.13) counts lists and attributes that hold an object; torch has one object for each tensor that is held.
     return _references(held) < ALONE + lists and not any(map(getweakrefcount, held))
 
 
@@ -171,7 +173,7 @@ class OwnGradients:
             stream = torch.cuda.current_stream(there[0].device)
             for memory in memory_of(there):
                 memory.record_stream(stream)
-        kinds = list(map(KIND, there))
+        kinds = list(map(DTYPE_SHAPE, there))
         flats = there if set(map(Tensor.dim, there)) == {1} else [grad.reshape(-1) for grad in there]
         if places == self._places and kinds == self._kinds and self._is_alone() and not any(map(is_, there, self._parts)):
             torch.cat(flats, out=self._flat)
@@ -196,7 +198,7 @@ def _uses(tensor: Tensor | None) -> int:
     if tensor is None:
         return 0
     storage = tensor.untyped_storage()
-    return int(torch._C._storage_Use_Count(storage._cdata)) + getrefcount(storage)
+    return int(storage_uses(storage._cdata)) + getrefcount(storage)
 
 
 def whole(param: Param, local: Tensor) -> Tensor:

@@ -19,13 +19,13 @@ from stallfree.engine import weights
 from stallfree.engine.blocks import Weight, describe
 from stallfree.engine.gradient import Staged, StagedGradient
 from stallfree.engine.sharding import (
+    FORM,
     GRAD,
+    LAYOUT_SHAPE,
     LOCAL,
-    SHAPE,
     OwnGradients,
     are_alone,
     directly,
-    form_of,
     gradient_of,
     gradients_of,
     memory_of,
@@ -178,7 +178,7 @@ class Staging:
     def _readable(self, block: BlockState, grads: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """Gradients as kernels read them, as they mostly are; refuses what cannot be staged."""
         there = [grad for grad in grads if grad is not None]
-        if len(there) == len(grads) and list(map(form_of, there)) == block.forms and all(map(Tensor.is_contiguous, there)):
+        if len(there) == len(grads) and list(map(FORM, there)) == block.forms and all(map(Tensor.is_contiguous, there)):
             return grads
         weights, dtype = block.block.weights, block.block.dtype
         return [
@@ -245,7 +245,7 @@ class Staging:
             for param in block.params:
                 self._check(param)
         grads = gradients_of(engine.resident_params)
-        if set(map(type, grads)) != PLAIN_ONLY or list(map(SHAPE, grads)) != engine.resident_shapes:
+        if set(map(type, grads)) != PLAIN_ONLY or list(map(LAYOUT_SHAPE, grads)) != engine.resident_forms:
             for param in engine.resident_params:
                 self._check(param)
         strangers = set() if ids <= engine.ledger.ids else ids - engine.ledger.ids  # that were frozen at construction

@@ -14,7 +14,7 @@ from stallfree.engine.exchange import Exchange
 from stallfree.engine.gradient import Staged, StagedCall
 from stallfree.engine.host import HostState
 from stallfree.engine.schedule import BlockSchedule
-from stallfree.engine.sharding import OwnGradients, form_of, is_sharded
+from stallfree.engine.sharding import FORM, OwnGradients, is_sharded
 from stallfree.engine.slots import Slot, SlotPool
 from stallfree.engine.streams import Point
 from stallfree.engine.transfer import Arrival, Link
@@ -138,7 +138,7 @@ class BlockState:
         self.weights = [WeightState(weight, self, place, config) for place, weight in enumerate(block.weights)]
         self.params = block.params
         self.sharded = any(map(is_sharded, self.params))
-        self.forms = [form_of(weight.shard.detach()) for weight in block.weights]  # of gradients, as they mostly are
+        self.forms = [FORM(weight.shard.detach()) for weight in block.weights]  # of gradients, as they mostly are
         self.residents: list[OwnGradients] = []  # of sharded ones of the same layers
         self.exchange = Exchange(half, link, pool) if half.chosen.places else None
         self.host = HostBlock(

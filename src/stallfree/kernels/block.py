@@ -29,7 +29,7 @@ from torch import Tensor
 from stallfree.kernels.device import Hyper
 
 if TYPE_CHECKING:
-    from stallfree.kernels.judging import Evidence, Judging, Rule
+    from stallfree.kernels.judging import Evidence, Judging, Policy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -228,7 +228,7 @@ class BlockKernel(Protocol):
         """
         ...
 
-    def judging(self, evidence: Evidence, rule: Rule) -> Judging:
+    def judging(self, evidence: Evidence, policy: Policy) -> Judging:
         """Judge calls by all this together. Builds, compiles and loads what that needs; may wait for the device."""
         ...
 

@@ -43,7 +43,7 @@ class Evidence:
         return self.starts[-1]
 
 
-class Rule(NamedTuple):
+class Policy(NamedTuple):
     """How they are judged."""
 
     max_norm: float | None = None  # to which gradients are clipped
@@ -108,7 +108,7 @@ class Judging(Protocol):
         squares: what scores take up in place of the evidence's; sums are then those that are in the verdict.
         norm: of all gradients, fp32 scalar, where they do not say it.
 
-        With a norm that is not finite the call is skipped, if the rule says so, and scores stay; nothing is clipped by it.
+        With a norm that is not finite the call is skipped, if the policy says so, and scores stay; nothing is clipped by it.
 
         Raises:
             ValueError: arguments of other sizes or dtypes. Nothing has been enqueued.
@@ -150,3 +150,19 @@ def check_judge(
         check_flat("squares", device, squares, evidence.channels, torch.float32)
     if norm is not None:
         check_flat("norm", device, norm, 1, torch.float32)
+
+
+def all_norms(sums: Tensor, weights: int, present: Tensor | None, scales: Tensor | None, out: Tensor | None = None) -> Tensor:
+    """The norms that a call is judged by, from a verdict's sums."""
+    norms = sums.sqrt().float()
+    split = norms[:weights]
+    if scales is not None:
+        split = split * scales.abs()
+    if present is not None:
+        split = torch.where(present, split, 0.0)
+    return torch.cat([norms[2 * weights :], split], out=out)
+
+
+def add_segments(values: Tensor, offsets: Tensor) -> Tensor:
+    """Sum of each segment in fp64; the offsets are those of all segments, and the end of the last."""
+    return torch.segment_reduce(values.double(), "sum", offsets=offsets, unsafe=True)

@@ -18,7 +18,7 @@ from stallfree.kernels.block import (
     check_step,
 )
 from stallfree.kernels.device import Hyper
-from stallfree.kernels.judging import Evidence, Judging, Rule
+from stallfree.kernels.judging import Evidence, Judging, Policy
 from stallfree.kernels.torch_judging import TorchJudging
 
 
@@ -50,8 +50,8 @@ class TorchBlock:
             held = _deferred(layout, targets, index, low, deferred.numel())
             layout.deferred_rows(deferred, index, low).copy_(rows.index_select(0, held))
 
-    def judging(self, evidence: Evidence, rule: Rule) -> Judging:
-        return TorchJudging(evidence, rule)
+    def judging(self, evidence: Evidence, policy: Policy) -> Judging:
+        return TorchJudging(evidence, policy)
 
     def plan(self, parts: Sequence[Part]) -> Update:
         return TorchUpdate(parts)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stallfree.kernels.judging import MARGIN, Evidence, Rule, Verdict, check_evidence, check_judge
+from stallfree.kernels.judging import MARGIN, Evidence, Policy, Verdict, add_segments, all_norms, check_evidence, check_judge
 
 
 class TorchJudging:
     """`Judging` as torch operations."""
 
-    def __init__(self, evidence: Evidence, rule: Rule) -> None:
+    def __init__(self, evidence: Evidence, policy: Policy) -> None:
         device = check_evidence(evidence)
         self.verdict = Verdict.of(evidence)
-        self._evidence, self._rule = evidence, rule
+        self._evidence, self._policy = evidence, policy
         self._offsets = torch.tensor(evidence.starts, dtype=torch.int64, device=device)
         counts = self._offsets.diff()
         numbers = torch.arange(evidence.weights, dtype=torch.int64, device=device)
@@ -42,15 +42,15 @@ class TorchJudging:
         check_judge(self._evidence, target, present, scales, squares, norm)
         if squares is None:
             self.add_up()
-        verdict, rule, weights = self.verdict, self._rule, self._evidence.weights
+        verdict, policy, weights = self.verdict, self._policy, self._evidence.weights
         all_norms(verdict.sums, weights, present, scales, out=verdict.norms)
         verdict.norm.copy_(torch.linalg.vector_norm(verdict.norms) if norm is None else norm)
         finite = torch.isfinite(verdict.norm)
-        if rule.skips:
+        if policy.skips:
             torch.logical_not(finite, out=verdict.skip)
         clip = self._one
-        if rule.max_norm is not None:
-            clip = torch.where(finite, (rule.max_norm / (verdict.norm + MARGIN)).clamp(max=1.0), clip)
+        if policy.max_norm is not None:
+            clip = torch.where(finite, (policy.max_norm / (verdict.norm + MARGIN)).clamp(max=1.0), clip)
         verdict.record[0] = verdict.skip
         verdict.record[1 : 1 + weights] = clip if scales is None else clip * scales
         verdict.record[1 + weights :] = clip
@@ -59,8 +59,8 @@ class TorchJudging:
         count += verdict.skip
         last.copy_(torch.where(verdict.skip, call, last))
         torch.where(verdict.skip, verdict.norms, verdict.skipped_norms, out=verdict.skipped_norms)
-        if rule.decay is not None:
-            self._update_score(self._evidence.squares if squares is None else squares, present, scales, rule.decay)
+        if policy.decay is not None:
+            self._update_score(self._evidence.squares if squares is None else squares, present, scales, policy.decay)
 
     def _update_score(self, squares: Tensor, present: Tensor | None, scales: Tensor | None, decay: float) -> None:
         """As gradients stand in `.grad` now."""
@@ -76,19 +76,3 @@ class TorchJudging:
 def update_score(score: Tensor, squares: Tensor, decay: float, skip: Tensor) -> None:
     """Exponential mean of squared channel norms, in place, except where it stays."""
     torch.where(skip, score, score.lerp(squares, 1 - decay), out=score)
-
-
-def all_norms(sums: Tensor, weights: int, present: Tensor | None, scales: Tensor | None, out: Tensor | None = None) -> Tensor:
-    """The norms that a call is judged by, from a verdict's sums."""
-    norms = sums.sqrt().float()
-    split = norms[:weights]
-    if scales is not None:
-        split = split * scales.abs()
-    if present is not None:
-        split = torch.where(present, split, 0.0)
-    return torch.cat([norms[2 * weights :], split], out=out)
-
-
-def add_segments(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sum of each segment in fp64; the offsets are those of all segments, and the end of the last."""
-    return torch.segment_reduce(values.double(), "sum", offsets=offsets, unsafe=True)

@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 
 from stallfree.kernels.block import BlockLayout, Part, Targets, check_publish, check_split
-from stallfree.kernels.judging import Evidence, Rule
+from stallfree.kernels.judging import Evidence, Policy
 from stallfree.kernels.triton_functions import INTERPRETED, publish_kernel, split_kernel, sum_chunks_kernel
 from stallfree.kernels.triton_judging import TritonJudging
 from stallfree.kernels.triton_launch import Launch, current_device, launch_all
@@ -166,8 +166,8 @@ class TritonBlock:
                 if call.present:
                     self._split(group, call, rows, sums, *flats, low, high)
 
-    def judging(self, evidence: Evidence, rule: Rule) -> TritonJudging:
-        return TritonJudging(evidence, rule, self.device, self.tiling.judging, self._checks)
+    def judging(self, evidence: Evidence, policy: Policy) -> TritonJudging:
+        return TritonJudging(evidence, policy, self.device, self.tiling.judging, self._checks)
 
     def plan(self, parts: Sequence[Part]) -> TritonUpdate:
         return TritonUpdate(parts, self.device, self.tiling)

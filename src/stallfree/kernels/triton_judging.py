@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from stallfree.kernels.judging import MARGIN, Evidence, Rule, Verdict, check_evidence, check_judge
+from stallfree.kernels.judging import MARGIN, Evidence, Policy, Verdict, check_evidence, check_judge
 from stallfree.kernels.triton_functions import _pointer
 from stallfree.kernels.triton_launch import Launch, current_device, launch_all
 from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Shares, Table, table
@@ -169,7 +169,7 @@ def judge_kernel(
 class TritonJudging:
     """`Judging` in Triton."""
 
-    def __init__(self, evidence: Evidence, rule: Rule, device: torch.device, shares: Shares, checks: bool) -> None:
+    def __init__(self, evidence: Evidence, policy: Policy, device: torch.device, shares: Shares, checks: bool) -> None:
         if check_evidence(evidence) != device:
             raise ValueError(f"the evidence is on {evidence.squares.device}, the kernel on {device}")
         self.verdict = verdict = Verdict.of(evidence)
@@ -177,14 +177,14 @@ class TritonJudging:
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._every = torch.ones(max(evidence.weights, 1), dtype=torch.bool, device=device)
         self._measure = self._measuring()
-        rate = 0.0 if rule.decay is None else 1.0 - rule.decay
-        limit = float("inf") if rule.max_norm is None else rule.max_norm
+        rate = 0.0 if policy.decay is None else 1.0 - policy.decay
+        limit = float("inf") if policy.max_norm is None else policy.max_norm
         places = [verdict.sums, verdict.norms, verdict.norm, verdict.skip, verdict.record, verdict.skips, verdict.skipped_norms]
         head = [len(evidence.groups), evidence.weights, evidence.residents]
         head += [flat.data_ptr() for flat in (*places, evidence.score)]
-        head += [_bits(limit), rule.skips, _bits(rate), _bits(1.0 - rate)]
+        head += [_bits(limit), policy.skips, _bits(rate), _bits(1.0 - rate)]
         tiles = [(0, 0, 0)]
-        for weight, (first, end) in enumerate(pairwise(evidence.starts) if rule.decay is not None else ()):
+        for weight, (first, end) in enumerate(pairwise(evidence.starts) if policy.decay is not None else ()):
             tiles += [(weight, place, min(shares.size, end - place)) for place in range(first, end, shares.size)]
         self._head, self._tiles = _table([head], device), _table(tiles, device)
         self._judge = Launch(judge_kernel, self._tiles.programs, (shares.size, shares.entries), 4)

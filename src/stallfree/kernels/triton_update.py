@@ -182,7 +182,7 @@ class TritonUpdate:
     def _arrange(self, hypers: list[Hyper | None]) -> None:
         """Prepare steps with these settings."""
         shared = [hyper for hyper in map(hypers.__getitem__, self._firsts) if hyper is not None]
-        if len(shared) == len(self._firsts) and [*map([*shared, None].__getitem__, self._pattern)] == hypers:
+        if len(shared) == len(self._firsts) and [*map([*shared, None].__getitem__, self._pattern)] == hypers:  # -1: None
             self._hypers, self._settings = hypers, [*map(_bits, shared)]  # arranged as before
             return
         names = list(map(id, hypers))
