@@ -43,7 +43,7 @@ class Ledger:
         self._addresses: list[int] = []  # of the rank's parts
         self._contiguous: list[bool] = []  # likewise
         self._odd: list[Written] = []  # of which address and contiguity do not say where they are
-        self._sharded: set[bool] = set()  # whether there are DTensors, and whether there are others
+        self._some_sharded = self._some_plain = False  # whether there are DTensors among them, and others
 
     def __contains__(self, param: nn.Parameter) -> bool:
         return id(param) in self._entries
@@ -64,7 +64,8 @@ class Ledger:
         self._params[here], self._versions[here] = [param], [version_of(param)]
         self._addresses[here], self._contiguous[here] = [part.data_ptr()], [part.is_contiguous()]
         self._odd = [odd for odd in self._odd if odd is not before] + ([] if entry.plain else [entry])
-        self._sharded.add(is_sharded(param))
+        sharded = is_sharded(param)
+        self._some_sharded, self._some_plain = self._some_sharded or sharded, self._some_plain or not sharded
         return before is not None and before.moved()
 
     def mark(self, params: Sequence[nn.Parameter] | None = None) -> None:
@@ -106,15 +107,15 @@ class Ledger:
 
     def _parts(self, params: Sequence[Param]) -> Sequence[Tensor]:
         """The rank's."""
-        if len(self._sharded) == 1:
-            return list(map(LOCAL, params)) if True in self._sharded else params
-        return list(map(part_in, params))
+        if self._some_sharded and self._some_plain:
+            return list(map(part_in, params))
+        return list(map(LOCAL, params)) if self._some_sharded else params
 
     def _versions_of(self, params: Sequence[Param], parts: Sequence[Tensor]) -> list[int]:
-        if len(self._sharded) == 1:
-            own = map(VERSION, params)
-            return list(map(add, own, map(VERSION, parts)) if True in self._sharded else own)
-        return list(map(version_of, params))
+        if self._some_sharded and self._some_plain:
+            return list(map(version_of, params))
+        own = map(VERSION, params)
+        return list(map(add, own, map(VERSION, parts)) if self._some_sharded else own)
 
     def in_place(self, param: nn.Parameter) -> bool:
         """Whether a parameter's memory is where it was."""
@@ -124,3 +125,4 @@ class Ledger:
         """Let go of the memory, of a model that may move from now on."""
         for of_all in (self._entries, self._params, self._versions, self._addresses, self._contiguous, self._odd):
             of_all.clear()
+        self._some_sharded = self._some_plain = False

@@ -252,7 +252,7 @@ class Engine:
 
     def _finish_call(self) -> None:
         self.turns = 0
-        self.staging.forget()
+        self.staging.handles.after_call()
         for block in self.blocks:
             block.expect()
             self.hooks.after_call(block)

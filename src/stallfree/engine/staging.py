@@ -18,6 +18,7 @@ from torch.autograd.graph import increment_version
 from stallfree.engine import weights
 from stallfree.engine.blocks import Weight, describe
 from stallfree.engine.gradient import Staged, StagedGradient
+from stallfree.engine.handles import Handles
 from stallfree.engine.sharding import (
     FORM,
     GRAD,
@@ -44,13 +45,12 @@ PLAIN_ONLY = {Tensor}
 
 
 class Staging:
-    """Stages gradients of one engine, and answers for what is staged (the `Owner` of handles)."""
+    """Stages gradients of one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._loose: list[OwnGradients] = []  # of sharded residents whose gradients lie among those of blocks staged already
-        self._zeroed = False  # some handle has been, since the last call
-        self._scaling: tuple[Tensor | None, Tensor | float, int | None, Tensor] | None = None  # the last product of `scaled`
+        self.handles = Handles(engine)
 
     # From backward
 
@@ -95,7 +95,7 @@ class Staging:
 
     def discard(self, state: WeightState) -> None:
         """Forget a staged gradient that is no longer in `.grad`."""
-        if _is_early(state):
+        if state.early:
             raise RuntimeError(
                 f"the gradient of {state.weight.name} was discarded after its update had begun: update_in_backward (preset "
                 "stronghold) cannot take an update back; call step() after every backward, or use preset zero-offload"
@@ -154,7 +154,7 @@ class Staging:
         engine.turns += 1
         block.turn = engine.turns
         with engine.link.device_guard():
-            self._fill(block, places, dense)
+            self.fill(block, places, dense)
         self._stand(block, places)
         self._loose += block.residents
         if engine.config.update_in_backward and block.early is None:
@@ -167,7 +167,7 @@ class Staging:
         staged = _released(handles)
         if staged is None:
             weights = [block.block.weights[place] for place in places]
-            staged = [Staged(weight, call, self) for weight in weights]
+            staged = [Staged(weight, call, self.handles) for weight in weights]
             handles = [whole(weight.param, StagedGradient(one)) for weight, one in zip(weights, staged, strict=True)]
         params, all_staged, all_handles = block.params, block.staged, block.handles
         for place, handle, one in zip(places, handles, staged, strict=True):
@@ -199,7 +199,7 @@ class Staging:
         engine.check_unmoved(param)
         return grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
 
-    def _fill(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+    def fill(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Take gradients apart and bring the deferred rows down: each piece in one copy, if all gradients are there.
 
         The first piece has all that the device needs in this call; computation does not wait for the others.
@@ -240,7 +240,7 @@ class Staging:
         """
         engine = self.engine
         self._own_loose()
-        left = [block for block in engine.blocks if self._zeroed or not _stands(block)]
+        left = [block for block in engine.blocks if self.handles.zeroed or not _stands(block)]
         for block in left:
             for param in block.params:
                 self._check(param)
@@ -292,10 +292,6 @@ class Staging:
             block.surprised = True
             self.stage(block, grads)
 
-    def forget(self) -> None:
-        """After a call, which has consumed what was staged."""
-        self._zeroed, self._scaling = False, None
-
     def _check_mine(self, param: nn.Parameter, staged: Staged) -> None:
         """Refuse a handle that does not stand for the parameter's current gradient."""
         engine = self.engine
@@ -306,7 +302,7 @@ class Staging:
                 "parameter or optimizer: call zero_grad(), then backward; train a parameter with one optimizer, and "
                 "keep a gradient as optimizer.full_gradient(param)"
             )
-        self.check_current(staged)
+        self.handles.check_current(staged)
 
     def _left(self, state: WeightState) -> Tensor | None:
         """A gradient that is still to be staged."""
@@ -321,100 +317,10 @@ class Staging:
                 return None
             grad = torch.zeros_like(state.weight.shard)
         if state.staged is not None:
-            if _is_early(state):
-                self._refuse_change(state.staged)
+            if state.early:
+                self.handles.refuse_change(state.staged)
             state.staged.leave()
         return grad
-
-    # For handles
-
-    def cleared(self) -> None:
-        self._zeroed = True
-
-    def check_current(self, staged: Staged) -> None:
-        """Refuse a handle whose gradient is no longer there."""
-        state = self.engine.weights[staged.weight.param]
-        if state.weight is staged.weight and (state.staged is staged or staged.zero) and not self.engine.closed:
-            return
-        name = describe(staged.weight.name, staged.weight.param)
-        what = "applied by step() already" if staged.consumed else "discarded by zero_grad(), load_state_dict() or close()"
-        raise RuntimeError(
-            f"the gradient of {name} was {what}: call zero_grad(), then backward; to keep a gradient, keep "
-            "optimizer.full_gradient(param)"
-        )
-
-    def norm(self, staged: Staged) -> Tensor:
-        state = self.engine.weights[staged.weight.param]
-        just_applied = state.staged is None and staged.consumed and staged.call.number == self.engine.clock.call
-        if not just_applied:  # until the next backward pass the norm is still there
-            self.check_current(staged)
-        return self.engine.channels.norm(staged.weight)
-
-    @torch.no_grad()
-    def scaled(self, factor: Tensor | None, by: Tensor | float) -> Tensor:
-        """The product. Clipping multiplies all gradients by the same number, which is done once in a call.
-
-        In the next one a tensor may be another number, though its version is the same: a CUDA graph writes it, say.
-        """
-        version = -1 if not isinstance(by, Tensor) else None if by.is_inference() else by._version
-        last = self._scaling
-        if version is not None and last is not None and last[0] is factor and last[1] is by and last[2] == version:
-            return last[3]
-        number = torch.as_tensor(by, dtype=torch.float32, device=self.engine.device).reshape(())
-        product = number.clone() if factor is None else factor * number
-        self._scaling = (factor, by, version, product)
-        return product
-
-    def check_scalable(self, staged: Staged) -> None:
-        self.check_current(staged)
-        if self.engine.config.update_in_backward:
-            self._refuse_change(staged)
-
-    def _refuse_change(self, staged: Staged) -> NoReturn:
-        raise RuntimeError(
-            f"the gradient of {staged.weight.name} cannot be changed: update_in_backward (preset stronghold) starts "
-            "its update during backward. Clipping, scaling and a varying number of backward passes need preset zero-offload"
-        )
-
-    def restage(self, staged: Staged, grad: Tensor | float, alpha: float) -> None:
-        """Another backward pass adds to a staged gradient, in the gradient's dtype, as `.grad += grad` would."""
-        engine = self.engine
-        self.check_current(staged)
-        state = engine.weights[staged.weight.param]
-        if _is_early(state):
-            self._refuse_change(staged)
-        engine.meter.restages += not staged.zero
-        state.block.surprised = True
-        total = self.full_gradient(staged).add_(grad, alpha=alpha)
-        block = state.block
-        grads: list[Tensor | None] = [None] * len(block.weights)
-        grads[state.place] = total
-        with engine.link.device_guard():
-            self._fill(block, [state.place], grads)
-        staged.factor, staged.zero, staged.call = None, False, block.staging(engine.clock.call + 1)
-        block.staged[state.place] = staged
-
-    def full_gradient(self, staged: Staged) -> Tensor:
-        """The plain gradient of a handle: a device tensor of the shard's shape. Waits for its copy."""
-        state = self.engine.weights[staged.weight.param]
-        if staged.zero:
-            return torch.zeros_like(staged.weight.shard)
-        self.check_current(staged)
-        if _is_early(state):
-            raise RuntimeError(f"the gradient of {staged.weight.name} was applied already; read it between backward and step()")
-        block, place = state.block, state.place
-        division, layout = block.half.division, block.half.division.layout
-        full = torch.empty_like(staged.weight.shard, memory_format=torch.contiguous_format)
-        rows = staged.weight.rows_of(full)
-        rows.index_copy_(0, division.selected[place], layout.selected_rows(block.half.gradient, place))
-        link = self.engine.link
-        with link.device_guard():
-            link.wait_down()
-            for low, piece in block.half.pieces(layout, block.take_slot()):
-                held = layout.rows_between(place, low, low + piece.numel())
-                channels = division.deferred[place][held.start : held.stop]
-                rows.index_copy_(0, channels, link.send(layout.deferred_rows(piece, place, low)))
-        return full if staged.factor is None else full.mul_(staged.factor)
 
 
 def _released(handles: Sequence[Any]) -> list[Staged] | None:
@@ -433,11 +339,6 @@ def _stands(block: BlockState) -> bool:
     if not all(block.staged):
         standing = [None if staged is None else handle for staged, handle in zip(block.staged, standing, strict=True)]
     return all(map(is_, map(GRAD, block.params), standing))
-
-
-def _is_early(state: WeightState) -> bool:
-    early = state.block.early
-    return early is not None and state.place in early.places
 
 
 def _fits(grad: Tensor, shape: torch.Size) -> bool:

@@ -193,7 +193,7 @@ def abandon(engine: Engine) -> None:
         if block.filling is not None:
             block.give_back([block.filling])
             block.filling = None
-    engine.staging.forget()
+    engine.staging.handles.after_call()
     for param in engine.ledger:
         param.grad = None
 

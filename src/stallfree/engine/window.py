@@ -36,6 +36,12 @@ class WeightState:
     def staged(self) -> Staged | None:
         return self.block.staged[self.place]
 
+    @property
+    def early(self) -> bool:
+        """Whether the host has begun its update, during backward."""
+        early = self.block.early
+        return early is not None and self.place in early.places
+
     def halves(self) -> tuple[tuple[Tensor, Tensor], ...]:
         """The device's and the host's tensor of each part of the state, in the same order."""
         half, host = self.block.half, self.host
