@@ -1,12 +1,15 @@
 """A command line run in this process, and data for it."""
 
 import json
+import os
+import signal
 
 import pytest
 import torch
 
 from stallfree.cli import main
 from stallfree.cli.finetune.models import load_model
+from stallfree.cli.finetune.train import Training
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +43,20 @@ def finetune(tmp_path, capfd):
         return code, *capfd.readouterr()
 
     return run
+
+
+@pytest.fixture
+def stop_after(monkeypatch):
+    """Send this process a signal in the given step, as a person or a cluster would."""
+
+    def arrange(step, number=signal.SIGINT):
+        advance = Training.advance
+
+        def advance_and_signal(self):
+            if self.step + 1 == step:
+                os.kill(os.getpid(), number)
+            return advance(self)
+
+        monkeypatch.setattr(Training, "advance", advance_and_signal)
+
+    return arrange
