@@ -6,6 +6,7 @@
 #   benchmarks/on_gpu.sh OUT sanitize           compute-sanitizer over the kernels and a few steps
 #   benchmarks/on_gpu.sh OUT launches           launches per second, with and without Triton's own way
 #   benchmarks/on_gpu.sh OUT replay             the host's replay: 1 to 16 threads, S of 1 to 8, fp32 and bf16 moments
+#   benchmarks/on_gpu.sh OUT beside             the floor beside replay on some threads, from memory and from caches
 #   benchmarks/on_gpu.sh OUT peers              DeepSpeed's CPU Adam, compiled beforehand: a minute that `step` need not take
 #   benchmarks/on_gpu.sh OUT soak               5,000 steps of a small model with saves
 #   benchmarks/on_gpu.sh OUT step NAME ARGS...  `stallfree bench step ARGS... --output OUT/NAME.json`
@@ -46,6 +47,7 @@ case $part in
     python3 benchmarks/replay.py --threads 1 2 4 8 12 16 --rounds 3 --no-adamw --model --output "$out/replay.json" "$@" |
       tee "$out/replay.txt"
     ;;
+  beside) python3 -m benchmarks.beside --output "$out/beside.json" "$@" | tee "$out/beside.txt" ;;
   peers)
     TORCH_CUDA_ARCH_LIST=9.0 python3 -c 'from deepspeed.ops.op_builder import CPUAdamBuilder; CPUAdamBuilder().load()' \
       > "$out/peers.txt" 2>&1 || tail -3 "$out/peers.txt"
@@ -67,6 +69,6 @@ case $part in
     gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
     python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" benchmarks/fsdp.py --output "$out/$name.json" "$@"
     ;;
-  *) sed -n 2,16p "$0" ;;
+  *) sed -n 2,17p "$0" ;;
 esac
 echo "$part: $?"
