@@ -74,7 +74,7 @@ class Judge:
                 norm = engine.agreement.mean(torch.linalg.vector_norm(norms))
         record = self._records[call % len(self._records)]
         judging.judge(call, record, present, scales, squares, norm)
-        engine.meter.judged(tuple(engine.channels.weights) if present is None else [one.weight for one in there])
+        engine.meter.judged(engine.channels.weights if present is None else [one.weight for one in there])
         engine.link.carried(record.nbytes)
         return verdict.skip, self._factors, record
 
