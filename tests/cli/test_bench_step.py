@@ -1,5 +1,6 @@
 """`stallfree bench step`: what cannot be measured is said before anything is built, and a run leaves its numbers."""
 
+import itertools
 import json
 import time
 from pathlib import Path
@@ -10,14 +11,14 @@ import torch
 
 from stallfree import ZenFlowConfig, channel_dims, planner
 from stallfree.cli import main
-from stallfree.cli.bench import fit, modes, run
+from stallfree.cli.bench import fit, modes, run, trace
 from stallfree.cli.bench.measure import LocalRunner
 from stallfree.cli.bench.modes import PEERS, parse_mode
 from stallfree.cli.bench.peers import deepspeed_settings
 from stallfree.cli.bench.records import GIB
 from stallfree.cli.bench.settings import ACTIONS, BenchSettings, command_line, load_settings
 from stallfree.cli.bench.shapes import SHAPES, build_model, model_config
-from stallfree.cli.bench.trace import CLOCK, HOST, host_spans, record_trace
+from stallfree.cli.bench.trace import CLOCK, CLOCK_MARKS, HOST, host_spans, record_trace
 from stallfree.cli.bench.worker import PeerError, RemoteRunner
 from stallfree.cli.errors import UsageError
 from stallfree.cli.flags import flag, markdown_table
@@ -349,8 +350,15 @@ def test_a_mode_s_needs_are_the_planner_s():
     assert fit.needs(parse_mode("deepspeed-zenflow"), model) == fit.Need(2 * count, 50 * count, True)
 
 
-def test_a_trace_has_a_track_of_the_host(tmp_path):
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_trace_has_a_track_of_the_host(interrupted, tmp_path, monkeypatch):
     spans = []
+    readings = itertools.count()
+
+    def clock():  # interrupted: 5 ms pass between the first reading and the event that it marks
+        return time.monotonic_ns() - 5_000_000 * (next(readings) == 0 and interrupted)
+
+    monkeypatch.setattr(trace, "time", SimpleNamespace(monotonic_ns=clock))
 
     def step():
         begin = time.monotonic_ns()
@@ -370,7 +378,7 @@ def test_a_trace_has_a_track_of_the_host(tmp_path):
         assert own["pid"] == HOST
         assert own["dur"] >= 2000  # microseconds
         assert around["ts"] - 200 <= own["ts"] <= own["ts"] + own["dur"] <= around["ts"] + around["dur"] + 200
-    assert sum(event.get("name") == CLOCK for event in events) == 1
+    assert sum(event.get("name") == CLOCK for event in events) == CLOCK_MARKS
 
 
 def test_a_worker_without_a_history_has_no_spans():
