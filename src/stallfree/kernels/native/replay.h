@@ -75,10 +75,10 @@ STALLFREE_EXPORT int32_t stallfree_best_isa(void);
 // per thread, all of them are the pool's own, bound to those cores, and the caller sleeps.
 STALLFREE_EXPORT int32_t stallfree_pool_create(int32_t threads, const int32_t* cores, int32_t isa, stallfree_pool** pool);
 
-// Gives the pool up; without a queue on it, joins its threads. No job of the caller may be running.
 // From the next job on, at most so many of the pool's threads work; at least one does.
 STALLFREE_EXPORT void stallfree_pool_limit(stallfree_pool* pool, int32_t threads);
 
+// Gives the pool up; without a queue on it, joins its threads. No job of the caller may be running.
 STALLFREE_EXPORT void stallfree_pool_destroy(stallfree_pool* pool);
 
 // Runs a job to its end. On an error nothing has been changed. Callers on several threads take turns.

@@ -33,9 +33,13 @@ struct AVX2 {
   static Int counting_from(uint32_t first) { return add(set1(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)); }
 
   // IEEE square root and division: rsqrtps has 12 bits only, would need two Newton steps, and differs between vendors.
-  static Float quotient(Float m, Float v, float root_scale, float eps) {
-    return _mm256_div_ps(m, fma(_mm256_sqrt_ps(v), set1(root_scale), set1(eps)));
-  }
+  struct Quotient {
+    const __m256 root_scale, eps;
+
+    Quotient(float root_scale, float eps) : root_scale(set1(root_scale)), eps(set1(eps)) {}
+
+    Float operator()(Float m, Float v) const { return _mm256_div_ps(m, fma(_mm256_sqrt_ps(v), root_scale, eps)); }
+  };
 
   static Float load(const float* p, All) { return _mm256_loadu_ps(p); }
   static Float load(const BF16* p, All) {

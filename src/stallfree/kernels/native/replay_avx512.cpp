@@ -7,9 +7,12 @@ namespace {
 
 // m / (sqrt(v) root_scale + eps) as the instructions round it: the same bits as AVX2.
 struct IEEE {
-  static __m512 quotient(__m512 m, __m512 v, float root_scale, float eps) {
-    const __m512 root = _mm512_sqrt_ps(v);
-    return _mm512_div_ps(m, _mm512_fmadd_ps(root, _mm512_set1_ps(root_scale), _mm512_set1_ps(eps)));
+  const __m512 root_scale, eps;
+
+  IEEE(float root_scale, float eps) : root_scale(_mm512_set1_ps(root_scale)), eps(_mm512_set1_ps(eps)) {}
+
+  __m512 operator()(__m512 m, __m512 v) const {
+    return _mm512_div_ps(m, _mm512_fmadd_ps(_mm512_sqrt_ps(v), root_scale, eps));
   }
 };
 
@@ -17,19 +20,25 @@ struct IEEE {
 // and one Newton step on the multipliers instead: with s = v y and e = 1 - s y, sqrt(v) = s (1 + e / 2) up to 1.5 * 2^-28,
 // relatively. The estimate's bits differ between makers of processors.
 struct Estimate {
-  static __m512 quotient(__m512 m, __m512 v, float root_scale, float eps) {
+  const __m512 root_scale, half_root_scale, eps;
+
+  Estimate(float root_scale, float eps)
+      : root_scale(_mm512_set1_ps(root_scale)), half_root_scale(_mm512_set1_ps(0.5f * root_scale)), eps(_mm512_set1_ps(eps)) {}
+
+  __m512 operator()(__m512 m, __m512 v) const {
     // y becomes finite at v = 0, so that s = 0, and 1 at infinity, so that the quotient is 0 as in torch. NaN goes through.
     const __m512i classes = _mm512_set1_epi32(0x00A00E00);  // zero -> the largest float, +infinity -> 1, others unchanged
     const __m512 y = _mm512_fixupimm_ps(_mm512_rsqrt14_ps(v), v, classes, 0);
     const __m512 s = _mm512_mul_ps(v, y);
     const __m512 e = _mm512_fnmadd_ps(s, y, _mm512_set1_ps(1.0f));
-    const __m512 scale = _mm512_fmadd_ps(e, _mm512_set1_ps(0.5f * root_scale), _mm512_set1_ps(root_scale));
-    return _mm512_div_ps(m, _mm512_fmadd_ps(s, scale, _mm512_set1_ps(eps)));
+    const __m512 scale = _mm512_fmadd_ps(e, half_root_scale, root_scale);
+    return _mm512_div_ps(m, _mm512_fmadd_ps(s, scale, eps));
   }
 };
 
-template <class Quotient>
-struct AVX512 : Quotient {
+template <class Method>
+struct AVX512 {
+  using Quotient = Method;
   using Float = __m512;
   using Int = __m512i;
   static constexpr int width = 16;

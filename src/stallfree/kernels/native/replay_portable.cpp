@@ -59,7 +59,13 @@ struct Portable {
   template <int n> static Int shift_right(Int a) { return a >> n; }
   static Int counting_from(uint32_t first) { return first; }
 
-  static Float quotient(Float m, Float v, float root_scale, float eps) { return m / (__builtin_sqrtf(v) * root_scale + eps); }
+  struct Quotient {
+    const float root_scale, eps;
+
+    Quotient(float root_scale, float eps) : root_scale(root_scale), eps(eps) {}
+
+    Float operator()(Float m, Float v) const { return m / (__builtin_sqrtf(v) * root_scale + eps); }
+  };
 
   static Float load(const float* p, All) { return *p; }
   static Float load(const BF16* p, All) { return float_of(static_cast<uint32_t>(p->bits) << 16); }

@@ -113,6 +113,7 @@ ALWAYS_INLINE void pass(const Plan& plan, const Segment& segment, const Step& st
   const Float beta1 = V::set1(step.beta1), grad_scale = V::set1(step.grad_scale);
   const Float beta2 = V::set1(step.beta2), square_scale = V::set1(step.square_scale);
   const Float decay = V::set1(step.decay), rate = V::set1(step.rate), ahead = V::set1(segment.ahead);
+  const typename V::Quotient quotient(step.root_scale, step.eps);
   const bool commit = plan.commit, out = plan.out != nullptr, looks_ahead = segment.ahead != 0.0f;
 
   for_each_vector<V>(count, [&](int i, auto lanes) __attribute__((always_inline)) {
@@ -130,7 +131,7 @@ ALWAYS_INLINE void pass(const Plan& plan, const Segment& segment, const Step& st
     }
     m = V::fma(beta1, m, V::mul(grad_scale, g));
     v = V::fma(root, root, V::mul(beta2, v));
-    const Float q = V::quotient(m, v, step.root_scale, step.eps);
+    const Float q = quotient(m, v);
     x = V::fnma(rate, q, V::mul(decay, x));
     if constexpr (last) {
       if (commit) {
