@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 
 from stallfree import planner
 from stallfree.config import ZenFlowConfig
-from stallfree.engine import checkpoint, state, weights
+from stallfree.engine import checkpoint, joining, state, weights
 from stallfree.engine.blocks import check_distinct, check_trainable, describe
 from stallfree.engine.gradient import StagedGradient
 from stallfree.engine.interval import IntervalChange
@@ -82,7 +82,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self.config = _agreed(named, planner.with_room(named, config))
         self._engine = self._new_engine(shard_of(named[0][1]).device)
         try:
-            self._engine.adopt(named)
+            joining.adopt(self._engine, named)
         except BaseException:
             self._engine.close()
             raise
@@ -139,13 +139,13 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         present = [(_name(group, place), param) for place, param in enumerate(group["params"])]
         present = [(name, param) if isinstance(param, Tensor) else param for name, param in present]
         check_distinct(self._named(self.param_groups, frozen=True) + present)
-        joining = [(name, param) for name, param in present if param.requires_grad]
-        check_trainable(self._named(self.param_groups) + joining)
+        newcomers = [(name, param) for name, param in present if param.requires_grad]
+        check_trainable(self._named(self.param_groups) + newcomers)
         _hyper(dict(self.defaults) | group)
         super().add_param_group(group)
         if self._engine is not None:
             try:
-                self.engine.adopt(joining)
+                joining.adopt(self.engine, newcomers)
             except BaseException:
                 self.param_groups.pop()
                 raise
@@ -179,9 +179,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         named = self._named(self.param_groups, frozen=True)
         loaded = checkpoint.read(self.engine, self.param_groups, named, state_dict, self._room_is_open)
         config = self.config if loaded.room == self.config.max_update_interval else self._with_room(loaded)
-        self.engine.check_joining(
-            [(name, param) for name, param in named if param in loaded.entries and param not in self.engine.ledger]
-        )
+        newcomers = [(name, param) for name, param in named if param in loaded.entries and param not in self.engine.ledger]
+        joining.check(self.engine, newcomers)
         state.abandon(self.engine)
         try:
             if config is not self.config or not loaded.fits(self.engine):
@@ -211,7 +210,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         self._engine = self._new_engine(device)
         self.state.clear()
         gc.collect()  # cycles hold the old one's memory, which the new one needs
-        self._engine.take(loaded.residents, loaded.blocks)
+        joining.take(self._engine, loaded.residents, loaded.blocks)
         self._engine.clock, self._engine.tuner.by_user = clock, by_user
 
     # Beyond torch's protocol

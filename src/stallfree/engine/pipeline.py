@@ -6,11 +6,9 @@ residents and selected channels, close windows. Nothing here decides by timing; 
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import threading
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -19,21 +17,19 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from stallfree import planner
 from stallfree.config import ZenFlowConfig
-from stallfree.engine import weights
-from stallfree.engine.blocks import Block, Resident, build_blocks, check_trainable, classify, layer_of
+from stallfree.engine import joining, weights
 from stallfree.engine.channels import Channels
-from stallfree.engine.device import Layouts, SelectedState
+from stallfree.engine.device import Layouts
 from stallfree.engine.hooks import Hooks
 from stallfree.engine.host import HostWorker
 from stallfree.engine.judge import Judge
 from stallfree.engine.ledger import Ledger
 from stallfree.engine.publishing import Publishing
-from stallfree.engine.residents import ResidentGroup, ResidentState, resident_groups
+from stallfree.engine.residents import ResidentGroup, ResidentState
 from stallfree.engine.schedule import Clock
-from stallfree.engine.sharding import LAYOUT_SHAPE, Agreement, OwnGradients, RankSums, directly, is_sharded
-from stallfree.engine.slots import SlotPool, gives_at_close, plan_slots
+from stallfree.engine.sharding import Agreement, RankSums, directly
+from stallfree.engine.slots import SlotPool, gives_at_close
 from stallfree.engine.staging import NOWHERE, Staging
 from stallfree.engine.transfer import link_to
 from stallfree.engine.tuner import IntervalTuner
@@ -48,7 +44,6 @@ from stallfree.kernels.windows import Call, HostExchange, WindowWork
 from stallfree.telemetry.meter import Meter
 
 Hypers = dict[int, Hyper]  # by id of the parameter: tensors are slow to look up
-_open: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines that have not been closed
 
 
 class Engine:
@@ -78,7 +73,7 @@ class Engine:
         self.publishing = Publishing(self.link, self.kernel)
         self.residents: dict[nn.Parameter, ResidentState] = {}
         self.weights: dict[nn.Parameter, WeightState] = {}
-        self._ids: list[int] = []  # of these, by key
+        self.ids: list[int] = []  # of these, by key
         self.blocks: list[BlockState] = []
         self.turns = 0  # blocks staged since the last call
         self.ledger = Ledger()  # of all parameters
@@ -91,78 +86,15 @@ class Engine:
         self.closed = False
         self.groups: list[ResidentGroup] = []
         self.kinds: list[tuple[str, ...]] = []  # of parameters: of each norm that a call is judged by
-        self._layouts: Layouts = {}
-        self._sums = RankSums([], device)  # squares of channels, and then the sums of a verdict
+        self.layouts: Layouts = {}
+        self.sums = RankSums([], device)  # squares of channels, and then the sums of a verdict
         self.agreement = Agreement([])
-        self._adamw: Update | None = None  # of all that the device updates; None: to be planned
+        self.adamw: Update | None = None  # of all that the device updates; None: to be planned
         on_gradient = weakref.WeakMethod(self.staging.on_gradient)
         self.hooks = Hooks(lambda state: None if (alive := on_gradient()) is None else alive(state))
         self._process = os.getpid()
         self._lock = threading.RLock()
-        _open.add(self)
-
-    # Construction
-
-    def adopt(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Take parameters under management: at construction, with a new group, or when a frozen one starts to train.
-
-        Raises:
-            TypeError, ValueError, MemoryError, RuntimeError: before anything is changed.
-        """
-        self.check_joining(named)
-        residents, split = classify(named, self.config, first_key=len(self.weights))
-        for resident in residents:
-            if not resident.contiguous and resident.param.dim() > 1 and resident.param.numel() >= self.config.min_numel:
-                warnings.warn(
-                    f"{resident.name or tuple(resident.shape)} is not contiguous and is updated whole on the device, "
-                    "for 12 bytes per element; call .contiguous() on it before building the optimizer",
-                    stacklevel=2,
-                )
-        self.take(resident_groups(residents), build_blocks(split, self.config))
-
-    def check_joining(self, named: Sequence[tuple[str, nn.Parameter]]) -> None:
-        """Refuse more parameters that cannot be trained, or not here, or that there is no memory for."""
-        check_trainable(named, self.device)
-        needed = planner.plan(named, self.config)
-        if self.blocks:  # room for copies is there
-            needed = dataclasses.replace(needed, device_staging=0)
-        ranks = Agreement(param for _, param in named)
-        planner.check_fits(needed, self.device, lambda number: ranks.least(number, self.device))
-
-    def take(self, residents: Sequence[Sequence[Resident]], blocks: Sequence[Block]) -> None:
-        """The same, with residents and weights grouped already, and the weights' keys in the order of the blocks."""
-        groups = [ResidentGroup(group) for group in residents]
-        split = [weight for block in blocks for weight in block.weights]
-        self.groups.extend(groups)
-        self.residents.update({state.resident.param: state for group in groups for state in group.states})
-        self.resident_params = list(self.residents)
-        self.resident_forms = [LAYOUT_SHAPE(state.resident.shard) for state in self.residents.values()]
-        if split:
-            self.channels.extend(split)
-        size = self.link.piece_bytes
-        halves = [SelectedState(block, self.channels, self.kernel, self._layouts, size) for block in blocks]
-        self.link.reserve(blocks)
-        for block, half in zip(blocks, halves, strict=True):
-            self.blocks.append(BlockState(block, half, self.link, self.pool, self.config))
-            self.weights.update({state.weight.param: state for state in self.blocks[-1].weights})
-        self.pool.follow(plan_slots([block.block for block in self.blocks], self.config))
-        self._ids = [id(param) for param in self.weights]
-        trained = [*(resident.param for group in residents for resident in group), *(weight.param for weight in split)]
-        self._take_over(trained)
-        self._adamw = None
-        self.kinds = [*(group.kinds for group in self.groups), *((weight.kind,) for weight in self.channels.weights)]
-        for param in trained:
-            self.ledger.see(param)
-        sharded = [resident for group in residents for resident in group if is_sharded(resident.param)]
-        for state in self.blocks[len(self.blocks) - len(blocks) :]:
-            self.hooks.watch_block(state)
-            layers = {layer_of(weight.name) for weight in state.block.weights}
-            state.residents = OwnGradients.of([resident.param for resident in sharded if layer_of(resident.name) in layers])
-        self.agreement = Agreement([*self.residents, *self.weights])
-        runs = [(weight.split, weight.channels) for weight in self.channels.weights]
-        runs += [(weight.spread, 1) for weight in self.channels.weights] * 2
-        self._sums = RankSums([*runs, *((group.residents[0].spread, 1) for group in self.groups)], self.device)
-        self.judge.make_room()
+        joining.OPEN.add(self)
 
     @property
     def delay(self) -> Callable[[str], float] | None:
@@ -208,8 +140,8 @@ class Engine:
         self.link.rejoin(at_once=self.config.lag == 0)  # what runs beside may read what a call drops until the next one
         staged = [gradient for block in self.blocks for gradient in block.staged]
         present = [group.gather() for group in self.groups]
-        skip, factors, record = self.judge(staged, self._sums)
-        settings = _settings(self._ids, staged, hypers)
+        skip, factors, record = self.judge(staged, self.sums)
+        settings = _settings(self.ids, staged, hypers)
         self.publishing.publish_due(self.blocks, self.clock.call)
         self._step_device(settings, present, hypers, factors, skip)
         for block in self.blocks:
@@ -232,9 +164,9 @@ class Engine:
 
         settings: by weight, None for those without a gradient; present: by group of residents, which have one.
         """
-        if self._adamw is None:
+        if self.adamw is None:
             parts = [block.half.planned for block in self.blocks] + [group.planned for group in self.groups]
-            self._adamw = self.kernel.plan(parts)
+            self.adamw = self.kernel.plan(parts)
         steps = [*settings]
         for block in self.blocks:
             if not block.half.installed.divided:
@@ -242,7 +174,7 @@ class Engine:
                 steps[first : first + count] = [None] * count
         for group, some in zip(self.groups, present, strict=True):
             steps += _settings(group.ids, some, hypers)
-        self._adamw.step(steps, factors, skip)
+        self.adamw.step(steps, factors, skip)
         for group in self.groups:
             group.scatter()
 
@@ -351,7 +283,7 @@ class Engine:
     def see(self, param: nn.Parameter) -> None:
         """A parameter as it is now, wherever it is, is what this engine has written."""
         if self.ledger.see(param):
-            self._adamw = None
+            self.adamw = None
 
     # Refusals and the end
 
@@ -385,12 +317,6 @@ class Engine:
                 f"{what} is for one process; save and load sharded parameters with torch.distributed.checkpoint (docs/fsdp.md)"
             )
 
-    def _take_over(self, params: Sequence[nn.Parameter]) -> None:
-        """Close other optimizers of these parameters: of two, each would take gradients that are for the other."""
-        for other in list(_open):
-            if other is not self and other.belongs_here and any(param in other.ledger for param in params):
-                other.close("the optimizer was closed when a newer ZenFlowAdamW took over its parameters")
-
     @property
     def belongs_here(self) -> bool:
         """Whether this process built it: a forked child has the memory, but no threads."""
@@ -401,7 +327,7 @@ class Engine:
         if self.closed or not self.belongs_here:
             return
         self.closed = True
-        _open.discard(self)
+        joining.OPEN.discard(self)
         self.hooks.close()
         try:
             self.link.wait_down()  # the host waits for what is on its way down

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from stallfree.engine import weights
+from stallfree.engine import joining, weights
 from stallfree.engine.blocks import Weight, describe
 from stallfree.engine.gradient import Staged, StagedGradient
 from stallfree.engine.handles import Handles
@@ -259,7 +259,7 @@ class Staging:
         if newcomers:  # they are trained now
             for _, param in newcomers:
                 self._check(param)
-            engine.adopt(newcomers)
+            joining.adopt(engine, newcomers)
             left = engine.blocks
         for block in left:
             self._stage_left(block)
