@@ -60,7 +60,7 @@ case $part in
     ;;
   ranks)
     export STALLFREE_RANKS_ON=cuda
-    python3 -m pytest -v -n 6 -p no:cacheprovider tests/distributed/test_training.py tests/distributed/test_checkpoints.py "$@" 2>&1 |
+    python3 -m pytest -v -n 6 -p no:cacheprovider tests/distributed/test_training*.py tests/distributed/test_checkpoints.py "$@" 2>&1 |
       tee "$out/ranks.txt" | grep -E '^(FAILED|ERROR|SKIPPED)|^E  |PASSED|FAILED|passed|failed'
     ;;
   fsdp)

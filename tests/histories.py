@@ -287,7 +287,7 @@ def histories(
     shapes = draw(st.lists(SHAPES, min_size=1, max_size=4))
     count = len(shapes)
     names = draw(st.lists(st.sampled_from(dtypes), min_size=count, max_size=count))
-    # In half precision torch rounds the norms of resident parameters, and their clipped gradients: see test_gradients.
+    # In half precision torch rounds the norms of resident parameters, and their clipped gradients: see test_gradient_scaling.
     ways = ["torch", "method", "mul"] if set(names) == {"fp32"} else ["mul"]
     habit = draw(st.sampled_from([None, None, *ways])) if clips else None  # what the training loop does at every call
 

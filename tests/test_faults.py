@@ -3,6 +3,7 @@
 import math
 import random
 import signal
+import threading
 import time
 
 import pytest
@@ -213,6 +214,35 @@ def test_any_other_signal_waits_too(device):
     player.backward()
     player.optimizer.step()
     player.close()
+
+
+@pytest.mark.parametrize("moment, number", [(1, signal.SIGTERM), (3, signal.SIGINT)])
+def test_a_signal_while_handlers_are_exchanged_leaves_them_as_they_were(monkeypatch, moment, number):
+    """When one of two has been replaced, or put back."""
+
+    def stop(*_):
+        raise ZeroDivisionError("whatever a handler raises")
+
+    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop}
+    before = {which: signal.signal(which, handler) for which, handler in handlers.items()}
+    monkeypatch.setattr(uninterrupted, "HELD", tuple(handlers))
+    exchange, exchanges = signal.signal, []
+
+    def interrupted(which, handler):
+        exchange(which, handler)
+        exchanges.append(which)
+        if len(exchanges) == moment:
+            signal.raise_signal(number)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", interrupted)
+            with pytest.raises(ZeroDivisionError), uninterrupted.uninterrupted(threading.RLock()):
+                pass
+        assert {which: signal.getsignal(which) for which in handlers} == handlers
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a Ctrl-C in somebody's gc callback is lost

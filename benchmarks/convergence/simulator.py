@@ -2,8 +2,8 @@
 
 Every run has its own method and learning rates. Masters, moments and gradients of all parameters are flat buffers; deferral
 is a flag per channel, a ring of past gradients and a table of windows. The weights that forward reads are those the engine
-would publish, call by call (tests/benchmarks/test_convergence.py compares them with the executable rule). Left out: skipped
-calls and parameters without a gradient. A non-finite gradient ends a run as diverged.
+would publish, call by call (tests/benchmarks/test_convergence_simulator.py compares them with the executable rule). Left out:
+skipped calls and parameters without a gradient. A non-finite gradient ends a run as diverged.
 """
 
 from __future__ import annotations

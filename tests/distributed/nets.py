@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from stallfree import ZenFlowAdamW
 
 LR = 1e-2
+CALLS = 14
 SMALL = dict(min_numel=0, block_numel=100, full_warm_up_rounds=2, select_interval=3)
 PRESETS = {
     "zero-offload": dict(preset="zero-offload", **SMALL),
@@ -163,6 +164,18 @@ def gathered(tensor: Tensor) -> Tensor:
 
 def weights(model: nn.Module) -> list[Tensor]:
     return [gathered(param).clone() for param in model.parameters()]
+
+
+def equal(actual, expected, what: str = "") -> None:
+    for call, (now, then) in enumerate(zip(actual, expected, strict=True)):
+        for place, (a, b) in enumerate(zip(now, then, strict=True)):
+            assert torch.equal(a, b), f"{what}: call {call + 1}, parameter {place} differs by {(a - b).abs().max():.3g}"
+
+
+def near(actual, expected) -> None:
+    for now, then in zip(actual, expected, strict=True):
+        for a, b in zip(now, then, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 @dataclass

@@ -5,15 +5,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from nets import LR, PRESETS, Run, Transformerish, drawn_batch, gathered, in_two_dimensions, mesh_of, weights
+from nets import (
+    CALLS,
+    LR,
+    PRESETS,
+    Run,
+    Transformerish,
+    drawn_batch,
+    equal,
+    gathered,
+    in_two_dimensions,
+    mesh_of,
+    near,
+    weights,
+)
 from ranks import on_host
-from test_training import equal, near
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 from stallfree import ZenFlowAdamW
-
-CALLS = 14
 
 
 def save(run: Run, directory: Path) -> None:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
+from typing import Any
 
 import torch
 
 # Those whose handlers are known to raise: Ctrl-C, a request to stop, a data loader's dead worker, timeouts and schedulers.
-HELD = tuple(map(int, (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)))
+HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
 
 
 @contextmanager
 def uninterrupted(lock: threading.RLock) -> Iterator[None]:
     """One thread at a time. In the main thread, signals wait for the end of the call; only a second SIGINT does not.
-
-    Entered in every step: hence `_signal`, which `signal` wraps to make enums of all that it returns.
 
     For a caller in inference mode, as an evaluation that restores a state: tensors made inside outlive it, and so are plain.
     """
@@ -31,7 +29,8 @@ def uninterrupted(lock: threading.RLock) -> Iterator[None]:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        handlers = {number: handler for number in HELD if callable(handler := _signal.getsignal(number))}
+        handlers: dict[int, Callable[[int, FrameType | None], Any]]
+        handlers = {number: handler for number in HELD if callable(handler := signal.getsignal(number))}
         held: dict[int, FrameType | None] = {}
 
         def hold(number: int, frame: FrameType | None) -> None:
@@ -41,13 +40,13 @@ def uninterrupted(lock: threading.RLock) -> Iterator[None]:
                 del held[number]
                 handlers[signal.SIGINT](number, frame)
 
-        for which in handlers:
-            _signal.signal(which, hold)
         try:
+            for which in handlers:
+                signal.signal(which, hold)
             yield
         finally:
-            for which, handler in handlers.items():
-                _signal.signal(which, handler)
+            for which, handler in reversed(handlers.items()):  # SIGINT, which comes most often, last: it may raise at once
+                signal.signal(which, handler)
             with ExitStack() as stack:  # all of them, whichever raises
                 for number, frame in reversed(held.items()):
                     stack.callback(handlers[number], number, frame)

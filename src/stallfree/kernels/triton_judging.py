@@ -14,7 +14,7 @@ import struct
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -27,6 +27,32 @@ from stallfree.kernels.triton_launch import Launch, current_device, launch_all
 from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Shares, Table, table
 
 ADDED: tl.constexpr = tl.constexpr(MARGIN)
+
+
+class Head(NamedTuple):
+    """What `judge_kernel` is told once and for all."""
+
+    groups: int
+    weights: int
+    residents: int
+    sums: int  # addresses, from here on
+    norms: int
+    norm: int
+    skip: int
+    record: int
+    skips: int
+    skipped_norms: int
+    score: int
+    limit: int  # of the norm; as `rate` and `rest`, the bits of a double
+    may_skip: int
+    rate: int  # of scores: 1 - decay
+    rest: int  # 1 - rate
+
+
+# Where it finds that in device memory.
+GROUPS, WEIGHTS, RESIDENTS, SUMS, NORMS, NORM, SKIP, RECORD, SKIPS, SKIPPED_NORMS, SCORE, LIMIT, MAY_SKIP, RATE, REST = map(
+    tl.constexpr, range(len(Head._fields))
+)
 
 kernel = triton.jit(do_not_specialize=("tiles", "head", "call", "target", "present", "scales", "stride", "squares", "norm"))
 
@@ -84,7 +110,7 @@ def _norms(entry, sums, groups, weights, present, scales, stride):
 
 @kernel
 def judge_kernel(
-    head: tl.int64,  # [15]
+    head: tl.int64,  # a `Head`
     tiles: tl.int64,  # [programs, 3]: weight, first channel, channels
     call: tl.int64,
     target: tl.int64,
@@ -98,21 +124,21 @@ def judge_kernel(
 ) -> None:
     """Judge a call; program 0 writes what comes of it, the others update SIZE channels' scores."""
     constants = _pointer(head, tl.int64, False)  # all of it is loaded at once, before the first use
-    groups = tl.load(constants)
-    weights = tl.load(constants + 1)
-    residents = tl.load(constants + 2)
-    sums = tl.load(constants + 3)
-    norms_out = _pointer(tl.load(constants + 4), tl.float32, False)
-    norm_out = _pointer(tl.load(constants + 5), tl.float32, False)
-    skip_out = _pointer(tl.load(constants + 6), tl.int8, False)
-    record = _pointer(tl.load(constants + 7), tl.float32, False)
-    skips = _pointer(tl.load(constants + 8), tl.int64, False)
-    skipped_norms = _pointer(tl.load(constants + 9), tl.float32, False)
-    score = tl.load(constants + 10)
-    limit = tl.load(constants + 11).to(tl.float64, bitcast=True).to(tl.float32)
-    may_skip = tl.load(constants + 12) != 0
-    rate = tl.load(constants + 13).to(tl.float64, bitcast=True).to(tl.float32)
-    rest = tl.load(constants + 14).to(tl.float64, bitcast=True).to(tl.float32)
+    groups = tl.load(constants + GROUPS)
+    weights = tl.load(constants + WEIGHTS)
+    residents = tl.load(constants + RESIDENTS)
+    sums = tl.load(constants + SUMS)
+    norms_out = _pointer(tl.load(constants + NORMS), tl.float32, False)
+    norm_out = _pointer(tl.load(constants + NORM), tl.float32, False)
+    skip_out = _pointer(tl.load(constants + SKIP), tl.int8, False)
+    record = _pointer(tl.load(constants + RECORD), tl.float32, False)
+    skips = _pointer(tl.load(constants + SKIPS), tl.int64, False)
+    skipped_norms = _pointer(tl.load(constants + SKIPPED_NORMS), tl.float32, False)
+    score = tl.load(constants + SCORE)
+    limit = tl.load(constants + LIMIT).to(tl.float64, bitcast=True).to(tl.float32)
+    may_skip = tl.load(constants + MAY_SKIP) != 0
+    rate = tl.load(constants + RATE).to(tl.float64, bitcast=True).to(tl.float32)
+    rest = tl.load(constants + REST).to(tl.float64, bitcast=True).to(tl.float32)
     row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 3
     weight = tl.load(row)
     first = tl.load(row + 1)
@@ -179,10 +205,23 @@ class TritonJudging:
         self._measure = self._measuring()
         rate = 0.0 if policy.decay is None else 1.0 - policy.decay
         limit = float("inf") if policy.max_norm is None else policy.max_norm
-        places = [verdict.sums, verdict.norms, verdict.norm, verdict.skip, verdict.record, verdict.skips, verdict.skipped_norms]
-        head = [len(evidence.groups), evidence.weights, evidence.residents]
-        head += [flat.data_ptr() for flat in (*places, evidence.score)]
-        head += [_bits(limit), policy.skips, _bits(rate), _bits(1.0 - rate)]
+        head = Head(
+            groups=len(evidence.groups),
+            weights=evidence.weights,
+            residents=evidence.residents,
+            sums=verdict.sums.data_ptr(),
+            norms=verdict.norms.data_ptr(),
+            norm=verdict.norm.data_ptr(),
+            skip=verdict.skip.data_ptr(),
+            record=verdict.record.data_ptr(),
+            skips=verdict.skips.data_ptr(),
+            skipped_norms=verdict.skipped_norms.data_ptr(),
+            score=evidence.score.data_ptr(),
+            limit=_bits(limit),
+            may_skip=policy.skips,
+            rate=_bits(rate),
+            rest=_bits(1.0 - rate),
+        )
         tiles = [(0, 0, 0)]
         for weight, (first, end) in enumerate(pairwise(evidence.starts) if policy.decay is not None else ()):
             tiles += [(weight, place, min(shares.size, end - place)) for place in range(first, end, shares.size)]

@@ -22,7 +22,7 @@ rm -f "$build"/src/stallfree/kernels/*.so
 # is written by a process that ends there and then.
 LD_PRELOAD="$($compiler -print-file-name=libasan.so) $($compiler -print-file-name=libubsan.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 CI=1 PYTHONPATH="$build/src" \
-  "$python" -m pytest -q -s -p no:cacheprovider tests/kernels/test_replay*.py tests/kernels/test_native.py tests/kernels/test_queue.py
+  "$python" -m pytest -q -s -p no:cacheprovider tests/kernels/test_replay*.py tests/kernels/test_native.py tests/kernels/test_queue*.py
 
 for test in tests/kernels/native/test_*.cpp; do
   name=$(basename "$test" .cpp)

@@ -1,0 +1,151 @@
+"""Around the training of sharded parameters: what ranks refuse and agree on; weights that are read, written, handed on."""
+
+import pytest
+import torch
+from nets import CALLS, LR, PRESETS, WAYS, Mirror, Net, Run, drawn, equal, gathered, weights
+from ranks import DEVICE
+from torch import nn
+
+from stallfree import ZenFlowAdamW, load_checkpoint, save_checkpoint, to_adamw_state
+from stallfree.engine.interval import UpdateTime
+from stallfree.engine.tuner import Measured
+
+
+def refuses(rank):
+    plain = nn.Linear(4, 4, device=DEVICE)
+    with pytest.raises(RuntimeError, match="fully_shard"):
+        ZenFlowAdamW(plain.named_parameters(), lr=LR)
+    with pytest.raises(RuntimeError, match=r"extra.*fully_shard"):
+        ZenFlowAdamW([*WAYS["sharded"](Net()).named_parameters(), ("extra", plain.weight)], lr=LR)
+
+
+def test_replicas_are_refused_with_the_way_out(two):
+    two.run(refuses)
+
+
+def memory_of_one(rank):
+    from stallfree import planner
+
+    real = planner.available_host_bytes
+    planner.available_host_bytes = lambda: 0 if rank == 1 else real()
+    try:
+        with pytest.raises(MemoryError, match="host memory"):
+            Run.of("sharded", PRESETS["stallfree"])
+    finally:
+        planner.available_host_bytes = real
+
+
+def test_what_does_not_fit_on_one_rank_is_refused_on_all(two):
+    two.run(memory_of_one)
+
+
+def automatic(rank, wants):
+    """Rank by rank other times are measured: on two hosts, one needs a larger S than the other."""
+    run = Run.of("sharded", AUTO | dict(update_interval="auto"))
+    tuner, clock = run.optimizer.engine.tuner, run.optimizer.engine.clock
+    tuner._measure = lambda engine: Measured(1.0, 0.0, UpdateTime(clock.interval, 0.8 * wants[rank] + 0.01 * clock.interval))
+    seen = [*run.play(40), run.flushed()]
+    changes = {change.call: change.interval for change in run.optimizer.interval_history}
+    run.optimizer.close()
+    run = Run.of("sharded", AUTO | dict(update_interval="auto", interval_schedule=changes))
+    equal([*run.play(40), run.flushed()], seen)
+    run.optimizer.close()
+    return changes
+
+
+AUTO = dict(min_numel=0, block_numel=100, full_warm_up_rounds=2, staleness_budget=50.0, max_update_interval=8)
+
+
+def test_ranks_agree_on_the_largest_interval_that_one_of_them_needs(two):
+    """At the same call, so that windows close together; the record repeats the run."""
+    first, second = two.run(automatic, (2, 4))
+    assert first == second
+    assert list(first) == [16]
+    assert first[16] >= 4
+
+
+def with_two_optimizers(rank):
+    model = WAYS["sharded"](Net())
+    named = list(model.named_parameters())
+    optimizers = [ZenFlowAdamW(part, lr=LR, **PRESETS["stallfree"]) for part in (named[:3], named[3:])]
+    mirrors = [Mirror(optimizer) for optimizer in optimizers]
+    for call in range(CALLS):
+        model(drawn(Net(), call, rank)).backward()
+        for optimizer, mirror in zip(optimizers, mirrors, strict=True):
+            mirror.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    for optimizer, mirror in zip(optimizers, mirrors, strict=True):
+        optimizer.flush()
+        mirror.compare(CALLS)
+        optimizer.close()
+
+
+def test_several_optimizers_of_one_model(two):
+    two.run(with_two_optimizers)
+
+
+def shows_exact_weights(rank):
+    run = Run.of("sharded", PRESETS["stallfree"], alike=False)
+    expected = [*run.play(CALLS), run.flushed()]
+    run.optimizer.close()
+    run = Run.of("sharded", PRESETS["stallfree"], alike=False)
+    seen = run.play(9)
+    with run.optimizer.exact_weights():
+        shown = weights(run.model)
+    equal([*seen, *run.play(CALLS), run.flushed()], expected)
+    run.optimizer.close()
+    run = Run.of("sharded", PRESETS["stallfree"], alike=False)
+    run.play(9)
+    equal([run.flushed()], [shown])
+    run.optimizer.close()
+
+
+def test_exact_weights_are_those_of_a_flush_and_change_nothing(two):
+    two.run(shows_exact_weights)
+
+
+def written_from_outside(rank):
+    """Through the DTensor, and into the rank's part: both are noticed, and become the masters."""
+    run = Run.of("sharded", PRESETS["stallfree"])
+    run.play(6)
+    params = dict(run.model.named_parameters())
+    with torch.no_grad():
+        params["layers.0.up"].mul_(0.5)
+        params["layers.1.down"].to_local().mul_(0.5)
+        params["layers.0.bias"].zero_()
+    mirror = [gathered(params[name]).clone() for name in ("layers.0.up", "layers.1.down", "layers.0.bias")]
+    run.optimizer.flush()
+    equal([[gathered(params[name]) for name in ("layers.0.up", "layers.1.down", "layers.0.bias")]], [mirror])
+    run.optimizer.close()
+
+
+def test_weights_written_from_outside_are_honoured(two):
+    two.run(written_from_outside)
+
+
+def leaves_for_adamw(rank, directory):
+    run = Run.of("sharded", PRESETS["stallfree"])
+    run.play(7)
+    state, masters = to_adamw_state(run.optimizer)
+    twin = WAYS["sharded"](Net())
+    with torch.no_grad():
+        for param, master in zip(twin.parameters(), masters, strict=True):
+            param.copy_(master)
+    adamw = torch.optim.AdamW(twin.named_parameters(), lr=LR)
+    adamw.load_state_dict(state)
+    for call in range(7, 10):
+        twin(drawn(Net(), call, 0)).backward()
+        adamw.step()
+        adamw.zero_grad()
+    run.play(10)
+    for a, b in zip(run.flushed(), weights(twin), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    for refused in (save_checkpoint, load_checkpoint):
+        with pytest.raises(TypeError, match=r"torch\.distributed\.checkpoint"):
+            refused(directory, run.optimizer)
+    run.optimizer.close()
+
+
+def test_torchs_adamw_goes_on_from_here(two, tmp_path):
+    two.run(leaves_for_adamw, tmp_path)
