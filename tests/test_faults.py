@@ -49,7 +49,34 @@ def test_a_failure_on_the_host_surfaces_in_the_next_step_and_names_the_parameter
     optimizer.close()
 
 
-# In step()
+# In step(), and where parameters join
+
+
+@pytest.mark.parametrize("way", ["add_param_group", "a frozen one trains"])
+def test_memory_that_is_gone_while_parameters_join_fails_the_optimizer_for_good(way, monkeypatch):
+    frozen = nn.Parameter(torch.ones(6, 4), requires_grad=False)
+    optimizer = ZenFlowAdamW([nn.Parameter(torch.ones(4, 6)), frozen], **SETTINGS)
+    backward([optimizer.param_groups[0]["params"][0]], [torch.ones(4, 6)])
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def reserve(blocks):
+        raise torch.OutOfMemoryError("fragmented")
+
+    monkeypatch.setattr(optimizer.engine.link, "reserve", reserve)
+    if way == "add_param_group":
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.add_param_group(dict(params=[nn.Parameter(torch.ones(4, 4))]))
+    else:
+        backward([frozen.requires_grad_()], [torch.ones(6, 4)])
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.step()
+    monkeypatch.undo()
+    assert len(optimizer.param_groups) == 1
+    for call in (optimizer.step, optimizer.flush, optimizer.state_dict):
+        with pytest.raises(RuntimeError, match="resume from a checkpoint"):
+            call()
+    optimizer.close()
 
 
 def linear(model, t):

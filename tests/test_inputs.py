@@ -342,6 +342,14 @@ def test_plain_parameters_in_several_processes_are_refused_with_the_way_out(proc
         ZenFlowAdamW([parameter()], **SMALL)
 
 
+def test_plain_parameters_do_not_join_in_several_processes(process_group, monkeypatch):
+    optimizer = ZenFlowAdamW([parameter()], **SMALL)
+    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
+    with pytest.raises(RuntimeError, match="fully_shard"):
+        optimizer.add_param_group(dict(params=[parameter()]))
+    assert len(optimizer.param_groups) == 1
+
+
 def test_a_ddp_model_of_one_process_is_refused_with_the_way_out(process_group):
     model = nn.parallel.DistributedDataParallel(nn.Linear(6, 4))
 

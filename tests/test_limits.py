@@ -39,8 +39,14 @@ def machine(tmp_path, monkeypatch):
     def group1(path: str, size: int, used: int, stat: str = "") -> None:
         group(f"memory/{path}", "memory.limit_in_bytes", "memory.usage_in_bytes", size, used, stat)
 
+    def files(path: str, **contents: str) -> None:
+        directory = tmp_path / "cgroup" / path
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            (directory / name.replace("__", ".")).write_text(content)
+
     write(proc__meminfo=f"MemTotal: 1 kB\nMemAvailable: {64 * GIB // 1024} kB\n")
-    return SimpleNamespace(write=write, group1=group1, group2=group2)
+    return SimpleNamespace(write=write, group1=group1, group2=group2, files=files)
 
 
 def test_the_machine_without_control_groups(machine):
@@ -86,6 +92,24 @@ def test_a_group_below_the_root_and_those_around_it(machine):
 def test_a_machine_that_says_nothing_is_not_limited(machine):
     machine.write(proc__meminfo="", proc__self__cgroup="")
     assert limits.available_host_bytes() == limits.UNKNOWN
+
+
+def test_quotas_of_the_process_s_group_and_of_those_around_it(machine):
+    assert limits.quota_cores() == limits.UNKNOWN
+    machine.files("", cpu__max="max 100000")
+    assert limits.quota_cores() == limits.UNKNOWN
+    machine.write(proc__self__cgroup="0::/user/job\n")
+    machine.files("user", cpu__max="650000 100000")
+    machine.files("user/job", cpu__max="1600000 100000")
+    assert limits.quota_cores() == 6
+
+
+def test_a_quota_of_version_1(machine):
+    machine.write(proc__self__cgroup="5:cpu,cpuacct:/job\n")
+    machine.files("cpu", cpu__cfs_quota_us="-1", cpu__cfs_period_us="100000")
+    assert limits.quota_cores() == limits.UNKNOWN
+    machine.files("cpu/job", cpu__cfs_quota_us="400000", cpu__cfs_period_us="100000")
+    assert limits.quota_cores() == 4
 
 
 @pytest.mark.parametrize("preset", ["stallfree", "device"])

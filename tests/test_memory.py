@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from stallfree import ZenFlowConfig, planner
+from stallfree import ZenFlowAdamW, ZenFlowConfig, planner
 from stallfree.engine.blocks import build_blocks, classify
 from stallfree.engine.slots import plan_slots
 
@@ -42,6 +42,16 @@ optimizer.engine.worker.finish()
 grown, pool = resident() - before, optimizer.engine.pool.nbytes
 print(json.dumps([grown, plan.host + plan.device_state, pool, plan.host_slots]))
 """
+
+
+def test_the_device_s_share_is_what_the_planner_says():
+    """Also of small parameters, which are on the device whole, with room for their gradients."""
+    layers = [nn.Linear(96, 96, dtype=torch.bfloat16) for _ in range(30)]
+    named = list(nn.Sequential(*layers, nn.Linear(400, 400)).named_parameters())
+    config = ZenFlowConfig(update_interval=2, min_numel=10_000, block_numel=1 << 20)
+    optimizer = ZenFlowAdamW(named, lr=1e-5, config=config)
+    assert optimizer.metrics()["device_bytes"] == pytest.approx(planner.plan(named, config).device_state, rel=0.01)
+    optimizer.close()
 
 
 @pytest.mark.parametrize(

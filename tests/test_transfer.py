@@ -275,7 +275,7 @@ def test_a_failing_worker_lets_the_device_go_on_and_the_next_step_says_why(monke
     with pytest.raises(HostError, match=r"(?s)parameter of shape.*the host kernel broke"):
         player.play()
     assert player.t < 12
-    with pytest.raises(RuntimeError, match="earlier step failed"):
+    with pytest.raises(RuntimeError, match="earlier call failed"):
         player.optimizer.step()
     player.close()
 

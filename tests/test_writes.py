@@ -180,6 +180,18 @@ def test_a_step_inside_exact_weights_is_refused(device):
     player.close()
 
 
+def test_weights_are_left_alone_where_the_optimizer_was_closed_inside_exact_weights(device):
+    history = History(shapes=((6, 8),), calls=(Call(),) * 6, config=ZenFlowConfig(**CONFIG))
+    player = Player(history, device)
+    player.play(6)
+    with player.optimizer.exact_weights():
+        shown = player.weights()
+        player.optimizer.close()
+    assert_identical([player.weights()], [shown])
+    with pytest.raises(RuntimeError, match="closed"):
+        player.optimizer.step()
+
+
 def test_evaluation_inside_exact_weights_reads_them(device):
     """A forward pass there sees what a flush would leave."""
     model = nn.Linear(8, 6, bias=False).to(device)

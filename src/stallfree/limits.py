@@ -31,6 +31,16 @@ def available_host_bytes() -> int:
     return max(0, available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
+def quota_cores() -> int:
+    """As many cores as the time that control groups allow this process amounts to: those of the tightest, rounded down."""
+    cores = UNKNOWN
+    for group in _groups(""):
+        cores = min(cores, _quota(group / "cpu.max"))
+    for group in _groups("cpu"):
+        cores = min(cores, _quota(group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us"))
+    return cores
+
+
 def available_device_bytes(device: torch.device) -> int:
     """Memory that torch can still allocate on a GPU: what is free, and what its allocator holds without using it."""
     free, _ = torch.cuda.mem_get_info(device)
@@ -64,6 +74,15 @@ def _groups(controller: str) -> Iterator[Path]:
         if controller in controllers.split(","):
             inner = root / path.lstrip("/")
             yield from (place for place in (inner, *inner.parents) if root in place.parents)
+
+
+def _quota(*files: Path) -> int:
+    """Of a control group that says "quota period", in one file or in two."""
+    try:
+        quota, period = (int(number) for file in files for number in file.read_text().split())
+    except (OSError, ValueError):  # no control group, or no quota ("max")
+        return UNKNOWN
+    return quota // period if quota > 0 and period > 0 else UNKNOWN  # version 1 says -1 for none
 
 
 def _group_bytes(directory: Path, limit: str, usage: str, cached: str) -> int:

@@ -18,11 +18,11 @@ from torch._compile import _disable_dynamo
 from stallfree import planner
 from stallfree.config import ZenFlowConfig
 from stallfree.engine import checkpoint, joining, state, weights
-from stallfree.engine.blocks import check_distinct, check_trainable, describe
+from stallfree.engine.blocks import check_distinct, check_trainable
 from stallfree.engine.gradient import StagedGradient
 from stallfree.engine.interval import IntervalChange
 from stallfree.engine.pipeline import Engine, Hypers
-from stallfree.engine.sharding import Agreement, RankSums, gradient_of, groups_of, is_sharded, shard_of, whole
+from stallfree.engine.sharding import Agreement, RankSums, gradient_of, groups_of, shard_of, whole
 from stallfree.kernels.device import Hyper
 from stallfree.telemetry.meter import mean_by_kind
 
@@ -77,7 +77,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         named = self._named(self.param_groups)
         if not named:
             raise ValueError("all parameters are frozen (requires_grad is False): there is nothing to train")
-        _refuse_plain_ranks(named)
+        joining.check_ranks(named)
         check_trainable(named)
         self.config = _agreed(named, planner.with_room(named, config))
         self._engine = self._new_engine(shard_of(named[0][1]).device)
@@ -270,8 +270,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             "interval_changes": len(engine.tuner.history),
             "warming_up": engine.clock.warming,
             "host_bytes": sum(block.host_nbytes for block in engine.blocks) + engine.pool.nbytes,
-            "device_bytes": sum(b.half.nbytes for b in engine.blocks)
-            + sum(12 * r.resident.numel for r in engine.residents.values()),
+            "device_bytes": engine.device_nbytes,
             **engine.meter.report(),
             "host_ms_total": engine.worker.busy_seconds * 1e3,
             "host_threads": engine.worker.threads,
@@ -352,16 +351,3 @@ def _agreed(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) ->
     """With the `max_update_interval` that every rank has room for."""
     room = Agreement(param for _, param in named).least(config.max_update_interval, shard_of(named[0][1]).device)
     return config if room == config.max_update_interval else config.replace(max_update_interval=room)
-
-
-def _refuse_plain_ranks(named: Sequence[tuple[str, nn.Parameter]]) -> None:
-    distributed = torch.distributed
-    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
-        return
-    plain = [describe(name, param) for name, param in named if not is_sharded(param)]
-    if plain:
-        raise RuntimeError(
-            f"plain (unsharded) parameters in a job of several processes, {plain[0]} among them: DistributedDataParallel would "
-            "keep a full copy of the host state on every rank. Use torch.distributed.fsdp.fully_shard(model) (docs/fsdp.md), "
-            "and build the optimizer after it"
-        )

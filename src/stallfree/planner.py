@@ -50,21 +50,21 @@ class Plan:
         return "\n".join(f"  {label:<58}{size / GIB:9.3f} GiB" for label, size in rows)
 
 
-def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> Plan:
-    """Needs no memory: works for parameters on the meta device too."""
+def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig, device: str | None = None) -> Plan:
+    """Needs no memory: works for parameters on the meta device too. device: what kind they will be on; None: where they are."""
     residents, weights = classify(named, config)
     moment = 4 if config.moments_dtype == "float32" else 2
     blocks = build_blocks(weights, config)
-    state = device = 0
+    state = divided = 0
     for weight in weights:
         size = weight.numel
         state += size * (4 + 2 * moment) + 4 * weight.channels
         selected = weight.selected_count * (12 * weight.length + 4)
-        device += selected + weight.selected_count * weight.length * weight.dtype.itemsize + 8 * weight.channels
-    on_gpu = any(weight.shard.device.type == "cuda" for weight in weights)
+        divided += selected + weight.selected_count * weight.length * weight.dtype.itemsize + 8 * weight.channels
+    on_gpu = any((device or weight.shard.device.type) == "cuda" for weight in weights)
     staging = sum(ring_bytes(blocks)) if on_gpu else 0
     resident = sum(item.numel * (12 + item.dtype.itemsize) for item in residents)
-    return Plan(state, plan_slots(blocks, config).nbytes, device + resident, staging)
+    return Plan(state, plan_slots(blocks, config).nbytes, divided + resident, staging)
 
 
 def with_room(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> ZenFlowConfig:

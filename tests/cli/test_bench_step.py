@@ -342,12 +342,13 @@ def test_a_mode_s_needs_are_the_planner_s():
     settings = load_settings({"model": "1.5b"})
     model = build_model(model_config(settings), settings, "meta")
     count = sum(param.numel() for param in model.parameters())
-    assert fit.needs(parse_mode("floor"), model) == fit.Need(2 * count, 0, False)
-    assert fit.needs(parse_mode("adamw"), model).device == 6 * count
+    assert fit.needs(parse_mode("floor"), model, "cuda") == fit.Need(2 * count, 0, False)
+    assert fit.needs(parse_mode("adamw"), model, "cuda").device == 6 * count
     mode = parse_mode("stallfree:moments_dtype=bfloat16,max_update_interval=8")  # else it depends on the machine
-    plan = planner.plan(list(model.named_parameters()), mode.config.replace(channel_dim=channel_dims(model)))
-    assert fit.needs(mode, model) == fit.Need(2 * count + plan.device_state + plan.device_staging, plan.host, False)
-    assert fit.needs(parse_mode("deepspeed-zenflow"), model) == fit.Need(2 * count, 50 * count, True)
+    plan = planner.plan(list(model.named_parameters()), mode.config.replace(channel_dim=channel_dims(model)), "cuda")
+    assert plan.device_staging > 512 << 20
+    assert fit.needs(mode, model, "cuda") == fit.Need(2 * count + plan.device_state + plan.device_staging, plan.host, False)
+    assert fit.needs(parse_mode("deepspeed-zenflow"), model, "cuda") == fit.Need(2 * count, 50 * count, True)
 
 
 @pytest.mark.parametrize("interrupted", [False, True])

@@ -21,6 +21,7 @@ from stallfree.kernels.device import Hyper
 from stallfree.kernels.queue import HostError, WindowTimes
 from stallfree.kernels.replay import ReplayJob, SlotGradient
 from stallfree.kernels.windows import HostWeight, WindowWork
+from stallfree.limits import quota_cores
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -156,18 +157,24 @@ class HostWorker:
 
 
 def available_cores() -> list[int]:
-    """Cores this process may use: its affinity, cut to the cgroup's quota and shared among the ranks of this machine."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
-    try:
-        with open("/sys/fs/cgroup/cpu.max", encoding="ascii") as file:
-            quota, period = file.read().split()
-        if quota != "max":
-            cores = cores[: max(1, int(quota) // int(period))]
-    except (OSError, ValueError):
-        pass
+    """Cores this process may use: its affinity, cut to its share of what the ranks of this machine have together.
+
+    A launcher that binds ranks has more cores itself, and what a rank is bound to is its own, or that of a few ranks.
+    """
     ranks, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
-    share = max(1, len(cores) // max(1, ranks))
-    return cores[rank * share : (rank + 1) * share] or cores[-1:]
+    cores = _affinity(0)
+    together = len(cores) if ranks == 1 else max(len(cores), len(_affinity(os.getppid())))
+    share = max(1, min(len(cores), min(together, quota_cores()) // ranks))
+    first = rank % (len(cores) // share) * share
+    return cores[first : first + share]
+
+
+def _affinity(process: int) -> list[int]:
+    """The cores of a process, 0: of this one."""
+    if hasattr(os, "sched_getaffinity"):
+        with suppress(OSError):  # the parent is gone
+            return sorted(os.sched_getaffinity(process))
+    return list(range(os.cpu_count() or 1)) if process == 0 else []
 
 
 def host_cores(config: ZenFlowConfig, on_gpu: bool) -> tuple[int, list[int] | None]:

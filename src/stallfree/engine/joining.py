@@ -11,10 +11,11 @@ import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
 from stallfree import planner
-from stallfree.engine.blocks import Block, Resident, build_blocks, check_trainable, classify, layer_of
+from stallfree.engine.blocks import Block, Resident, build_blocks, check_trainable, classify, describe, layer_of
 from stallfree.engine.device import SelectedState
 from stallfree.engine.residents import ResidentGroup, resident_groups
 from stallfree.engine.sharding import LAYOUT_SHAPE, Agreement, OwnGradients, RankSums, is_sharded
@@ -32,7 +33,8 @@ def adopt(engine: Engine, named: Named) -> None:
     """Take parameters under management.
 
     Raises:
-        TypeError, ValueError, MemoryError, RuntimeError: before anything is changed.
+        TypeError, ValueError, MemoryError, RuntimeError: before anything is changed. If memory that was there has gone since,
+            the engine is of no more use.
     """
     check(engine, named)
     residents, split = classify(named, engine.config, first_key=len(engine.weights))
@@ -43,17 +45,36 @@ def adopt(engine: Engine, named: Named) -> None:
                 "for 12 bytes per element; call .contiguous() on it before building the optimizer",
                 stacklevel=3,
             )
-    take(engine, resident_groups(residents), build_blocks(split, engine.config))
+    try:
+        take(engine, resident_groups(residents), build_blocks(split, engine.config))
+    except BaseException as error:  # of memory, mostly: some parameters have joined, others have not
+        engine.failed = error
+        raise
 
 
 def check(engine: Engine, named: Named) -> None:
     """Refuse more parameters that cannot be trained, or not here, or that there is no memory for."""
+    check_ranks(named)
     check_trainable(named, engine.device)
     needed = planner.plan(named, engine.config)
     if engine.blocks:  # room for copies is there
         needed = dataclasses.replace(needed, device_staging=0)
     ranks = Agreement(param for _, param in named)
     planner.check_fits(needed, engine.device, lambda number: ranks.least(number, engine.device))
+
+
+def check_ranks(named: Named) -> None:
+    """Refuse parameters that each of several processes would train for itself."""
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1):
+        return
+    plain = [describe(name, param) for name, param in named if not is_sharded(param)]
+    if plain:
+        raise RuntimeError(
+            f"plain (unsharded) parameters in a job of several processes, {plain[0]} among them: DistributedDataParallel would "
+            "keep a full copy of the host state on every rank. Use torch.distributed.fsdp.fully_shard(model) (docs/fsdp.md), "
+            "and build the optimizer after it"
+        )
 
 
 def take(engine: Engine, residents: Sequence[Sequence[Resident]], blocks: Sequence[Block]) -> None:

@@ -285,6 +285,12 @@ class Engine:
         if self.ledger.see(param):
             self.adamw = None
 
+    @property
+    def device_nbytes(self) -> int:
+        """Memory on the device: state, and room for copies under way."""
+        state = sum(block.half.nbytes for block in self.blocks) + sum(group.nbytes for group in self.groups)
+        return state + self.link.staging_nbytes
+
     # Refusals and the end
 
     def check_usable(self) -> None:
@@ -292,7 +298,7 @@ class Engine:
             raise RuntimeError(FORKED)
         if self.failed is not None:
             raise RuntimeError(
-                "an earlier step failed, and the optimizer's state is not whole; resume from a checkpoint"
+                "an earlier call failed, and the optimizer's state is not whole; resume from a checkpoint"
             ) from self.failed
         if self.paused is not None:
             raise RuntimeError(self.paused)

@@ -70,6 +70,10 @@ class ResidentGroup:
         return self.layout.selected_rows(flat, place).view(-1)[: resident.numel].view(resident.shape)
 
     @property
+    def nbytes(self) -> int:
+        return sum(flat.nbytes for flat in (self.master, self.exp_avg, self.exp_avg_sq, self.steps, self.gradients))
+
+    @property
     def planned(self) -> Part:
         """As AdamW steps it: to the kernel, a block whose channels are all selected."""
         every = [

@@ -50,6 +50,7 @@ class Link:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.bytes_down = self.bytes_up = 0
+        self.staging_nbytes = 0  # of device memory
         self.delay: Callable[[str], float] | None = None  # seconds to lose at a copy
         self.stalls, self.crowding = Stalls(), Stalls()  # for what comes up, and for staging memory on the way down
         self.host = Timeline(torch.zeros(1, dtype=torch.int32, device="cpu"), 0)  # windows done
@@ -228,6 +229,7 @@ class DeviceLink(Link):
         for ring, size in zip((self._down_ring, self._up_ring), ring_bytes(blocks), strict=True):
             if ring.size < size:
                 ring.grow(size)
+        self.staging_nbytes = self._down_ring.size + self._up_ring.size
 
     def host_memory(self, nbytes: int) -> Tensor:
         """Registered, because pinned allocation is slower and rounds sizes up. No two registrations share a page."""

@@ -97,6 +97,9 @@ def _leave(engine: Engine, saved: list[dict[nn.Parameter, Tensor]]) -> None:
     with engine.uninterrupted(), torch.no_grad():
         if not saved:
             return
+        if engine.closed:  # inside, by hand or because a newer optimizer took the parameters over: they are not ours to write
+            saved.clear()
+            return
         touched = [engine.read_name(param) for param in engine.ledger.touched()] if engine.paused else []
         engine.paused = None
         for param, values in saved[0].items():

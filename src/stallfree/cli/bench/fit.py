@@ -33,15 +33,15 @@ class Room:
     host: int
 
 
-def needs(mode: Mode, model: nn.Module) -> Need:
-    """model: on the meta device."""
+def needs(mode: Mode, model: nn.Module, device: str) -> Need:
+    """model: on the meta device. device: that it will be on."""
     params = list(model.named_parameters())
     weights = sum(param.nbytes for _, param in params)
     if mode.config is not None:
         config = mode.config
         if config.channel_dim == "auto":
             config = config.replace(channel_dim=channel_dims(model))
-        plan = planner.plan(params, planner.with_room(params, config))
+        plan = planner.plan(params, planner.with_room(params, config), device)
         return Need(weights + plan.device_state + plan.device_staging, plan.host, False)
     if mode.peer is not None:
         count = sum(param.numel() for _, param in params)

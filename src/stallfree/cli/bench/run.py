@@ -98,7 +98,7 @@ class Bench:
         """Also drops modes that cannot run at all."""
         model = build_model(self.config, self.settings, "meta")
         there = room(self.settings.device)
-        need = {mode.text: needs(mode, model) for mode in self.modes}
+        need = {mode.text: needs(mode, model, self.settings.device) for mode in self.modes}
         held = need[FLOOR].device
         step = max(0, (rehearsal.host_bytes if rehearsal.device_peak_bytes is None else rehearsal.device_peak_bytes) - held)
         for mode in list(self.modes):
