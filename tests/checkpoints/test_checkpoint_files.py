@@ -20,6 +20,7 @@ from saved_runs import resumed, saved, small_history, state_of
 from torch import nn
 
 from stallfree import CheckpointError, NoCheckpointError, ZenFlowAdamW, load_checkpoint, save_checkpoint
+from stallfree.checkpoints.commit import sync
 from stallfree.checkpoints.layout import Manifest
 from stallfree.checkpoints.tensors import FileSum, write_tensors
 
@@ -179,7 +180,7 @@ def test_two_processes_do_not_save_into_one_directory(player, tmp_path):
     assert names(tmp_path) == [".lock", "checkpoint-00000001", "checkpoint-00000002"]
 
 
-@pytest.mark.parametrize("fails", ["write_tensors", "write_file", "sync"])
+@pytest.mark.parametrize("fails", ["write.write_tensors", "write.write_file", "commit.sync"])
 def test_a_failing_disk_leaves_the_older_ones(player, tmp_path, monkeypatch, fails):
     saved(player, tmp_path)
 
@@ -187,12 +188,54 @@ def test_a_failing_disk_leaves_the_older_ones(player, tmp_path, monkeypatch, fai
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr(f"stallfree.checkpoints.write.{fails}", fail)
+        patch.setattr(f"stallfree.checkpoints.{fails}", fail)
         with pytest.raises(CheckpointError, match=r"no checkpoint could be written into .*Input/output error"):
             saved(player, tmp_path)
     assert names(tmp_path) == [".lock", "checkpoint-00000001"]
     player.step()
     saved(player, tmp_path)
+
+
+def failing(function, when):
+    """The same, with an error of the disk where an argument is said to have one."""
+
+    def maybe(*args, **options):
+        if when(*args):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return function(*args, **options)
+
+    return maybe
+
+
+def test_an_old_one_that_cannot_be_renamed_is_a_warning(player, tmp_path, monkeypatch):
+    saved(player, tmp_path, keep=1)
+    monkeypatch.setattr(Path, "rename", failing(Path.rename, lambda path, _: path.name == "checkpoint-00000001"))
+    with pytest.warns(UserWarning, match=r"checkpoint-00000001 is no longer needed and cannot be removed \(Input/output error"):
+        assert saved(player, tmp_path, keep=1) == tmp_path / "checkpoint-00000002"
+    assert names(tmp_path) == [".lock", "checkpoint-00000001", "checkpoint-00000002"]
+
+
+def test_what_cannot_be_removed_does_not_stop_the_next_saves(player, tmp_path, monkeypatch):
+    saved(player, tmp_path, keep=1)
+    monkeypatch.setattr(shutil, "rmtree", failing(shutil.rmtree, lambda path, *_: path.name.startswith(".removing")))
+    for number in (2, 3):
+        with pytest.warns(UserWarning, match=r"\.removing-checkpoint-0000000\d is no longer needed and cannot be removed"):
+            saved(player, tmp_path, keep=1)
+        assert f"checkpoint-0000000{number}" in names(tmp_path)
+    monkeypatch.undo()
+    saved(player, tmp_path, keep=1)
+    assert names(tmp_path) == [".lock", "checkpoint-00000004"]
+
+
+def test_what_has_its_name_is_saved_though_the_disk_does_not_say_so(player, tmp_path, monkeypatch):
+    """The older ones stay: after a loss of power one of them may be the newest."""
+    saved(player, tmp_path, keep=1)
+    player.step()
+    monkeypatch.setattr("stallfree.checkpoints.commit.sync", failing(sync, lambda path: path == tmp_path))
+    with pytest.warns(UserWarning, match=r"checkpoint-00000002 is saved, but .* \(Input/output error\): .*older ones are kept"):
+        assert saved(player, tmp_path, keep=1) == tmp_path / "checkpoint-00000002"
+    assert names(tmp_path) == [".lock", "checkpoint-00000001", "checkpoint-00000002"]
+    assert load_checkpoint(tmp_path, player.optimizer)["t"] == player.t
 
 
 def test_no_room_is_said_and_leaves_the_older_ones(tmp_path):
