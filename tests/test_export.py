@@ -87,6 +87,25 @@ def test_a_new_export_leaves_nothing_of_the_old_one_and_all_that_is_the_users(tm
     assert values_in(tmp_path) == {2.0}
 
 
+def test_the_new_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    """A run's checkpoints are removed after its last export: a loss of power must not take both."""
+    synced, sync, replace = set(), os.fsync, os.replace
+
+    def record(file):
+        synced.add(Path(os.readlink(f"/proc/self/fd/{file}")))
+        return sync(file)
+
+    def checked(source, target):
+        assert Path(source) in synced
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", record)
+    monkeypatch.setattr(os, "replace", checked)
+    write_model(filled(1.0, SIZES["a few files"]), None, tmp_path)
+    assert tmp_path in synced
+    assert values_in(tmp_path) == {1.0}
+
+
 class Killed(BaseException):
     pass
 

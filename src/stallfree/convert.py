@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stallfree.checkpoints.commit import sync
 from stallfree.engine import state
 from stallfree.engine.blocks import STATE, describe
 from stallfree.engine.checkpoint import NONE
@@ -188,6 +189,10 @@ def write_model(model: Any, tokenizer: Any | None, directory: Path) -> None:
         model.save_pretrained(partial, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        mode = (partial / "config.json").stat().st_mode  # safetensors makes files that nobody else may read
+        for file in filter(Path.is_file, partial.iterdir()):
+            file.chmod(mode)
+            sync(file)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # on a full disk nobody has room for half a model
         raise
@@ -202,13 +207,11 @@ def _replace(directory: Path, partial: Path) -> None:
     """
     old = {path.name for path in directory.iterdir() if WEIGHTS.fullmatch(path.name)}
     new = sorted((path.name for path in partial.iterdir()), key=lambda name: (bool(WEIGHTS.fullmatch(name)), name))
-    mode = (partial / "config.json").stat().st_mode  # safetensors makes files that nobody else may read
     for name in new:  # of weights the shards, then the single file or the index: "-" is before "."
-        if (partial / name).is_file():
-            (partial / name).chmod(mode)
-        elif (directory / name).is_dir():  # of chat templates, where a tokenizer has several
+        if (partial / name).is_dir() and (directory / name).is_dir():  # of chat templates, where a tokenizer has several
             shutil.rmtree(directory / name)
         (partial / name).replace(directory / name)
+    sync(directory)
     for name in sorted(old - set(new), reverse=True):
         (directory / name).unlink()
     partial.rmdir()
