@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from stallfree.checkpoints.commit import sync
 from stallfree.engine import state
 from stallfree.engine.blocks import STATE, describe
 from stallfree.engine.checkpoint import NONE
@@ -27,6 +29,7 @@ OPTIONS = dict(
     decoupled_weight_decay=True,
 )
 MEAN_ANYTHING = ("foreach", "capturable", "fused")  # how the same is computed
+WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")  # as save_pretrained names them
 
 
 class AdamWState(NamedTuple):
@@ -186,18 +189,31 @@ def write_model(model: Any, tokenizer: Any | None, directory: Path) -> None:
         model.save_pretrained(partial, state_dict=weights)
         if tokenizer is not None:
             tokenizer.save_pretrained(partial)
+        mode = (partial / "config.json").stat().st_mode  # safetensors makes files that nobody else may read
+        for file in filter(Path.is_file, partial.iterdir()):
+            file.chmod(mode)
+            sync(file)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)  # on a full disk nobody has room for half a model
         raise
-    for old in directory.glob("model*.safetensors*"):  # shards of a larger model would be read in place of a single file
-        old.unlink()
-    mode = (partial / "config.json").stat().st_mode  # safetensors makes files that nobody else may read
-    for file in partial.iterdir():
-        if file.is_file():
-            file.chmod(mode)
-        elif (directory / file.name).is_dir():  # of chat templates, where a tokenizer has several
-            shutil.rmtree(directory / file.name)
-        file.replace(directory / file.name)
+    _replace(directory, partial)
+
+
+def _replace(directory: Path, partial: Path) -> None:
+    """Move a new model to where an old one may be, in an order in which a kill leaves one of them for Transformers to find.
+
+    It takes model.safetensors if that is there, else what the index names. So the file that shows new shards comes after them,
+    and old ones go when the new model is whole. Only shards of the same names are a mixture while they are moved.
+    """
+    old = {path.name for path in directory.iterdir() if WEIGHTS.fullmatch(path.name)}
+    new = sorted((path.name for path in partial.iterdir()), key=lambda name: (bool(WEIGHTS.fullmatch(name)), name))
+    for name in new:  # of weights the shards, then the single file or the index: "-" is before "."
+        if (partial / name).is_dir() and (directory / name).is_dir():  # of chat templates, where a tokenizer has several
+            shutil.rmtree(directory / name)
+        (partial / name).replace(directory / name)
+    sync(directory)
+    for name in sorted(old - set(new), reverse=True):
+        (directory / name).unlink()
     partial.rmdir()
 
 

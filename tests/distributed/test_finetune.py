@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from ranks import DEVICE
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from stallfree import ZenFlowAdamW
 from stallfree.checkpoints import CheckpointError
 from stallfree.cli import main
 from stallfree.cli.errors import UsageError
@@ -208,6 +210,20 @@ def test_a_torn_checkpoint_is_refused_and_the_one_before_is_named(tmp_path):
     (paths[1] / "run.json").unlink()
     with pytest.raises(CheckpointError, match=f"is not whole .*run.json.*; the one before is {paths[0]}"):
         sharded_checkpoint.load(tmp_path, None, None)
+
+
+def test_damaged_checkpoints_are_neither_counted_nor_removed(tmp_path):
+    """As those of one process: the last two whole ones stay."""
+    model = torch.nn.Linear(4, 4)
+    optimizer = ZenFlowAdamW(model.named_parameters(), min_numel=0)
+    training = SimpleNamespace(ranks=Ranks(0, 1, sharded=False), model=model, optimizer=optimizer, reseed=lambda: None)
+    for number in range(1, 6):
+        sharded_checkpoint.save(tmp_path, training, {"number": number})
+        if number == 2:
+            (tmp_path / "checkpoint-00000002" / "run.json").unlink()
+    assert sorted(path.name[-1] for path in tmp_path.glob("*checkpoint-*")) == ["2", "4", "5"]
+    assert sharded_checkpoint.load(tmp_path, training, lambda run: None)["number"] == 5
+    optimizer.close()
 
 
 def test_what_cannot_be_is_refused_with_the_way_out(one, sums, tmp_path, capfd, monkeypatch):

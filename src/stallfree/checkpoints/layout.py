@@ -7,6 +7,7 @@
         tensors-00000.safetensors ...
       checkpoint-00000008/
       .saving-00000009/          being written, or left by a process that died
+      .removing-checkpoint-00000006/  what is left of an older one
       .lock                      held while one process saves
 
 A checkpoint exists from the moment its directory gets its name: one rename, after everything in it is on the disk.

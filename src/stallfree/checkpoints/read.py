@@ -1,4 +1,4 @@
-"""Loading: everything is checked before anything is changed."""
+"""Loading: files, names, shapes and settings are checked before anything is changed."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ PARTS = ("optimizer", "model", "extra")
 def load_checkpoint(directory: str | Path, optimizer: ZenFlowAdamW, *, model: nn.Module | None = None) -> Any:
     """Go on where a checkpoint was saved, bit for bit; returns what was saved as `extra`.
 
-    Copies from the mapped files into the state and the weights that are there: no second copy in memory. Every byte is
-    compared with its checksum first.
+    Every byte is compared with its checksum first. Copies from the mapped files into the state and the weights that are there;
+    besides, until the next call the optimizer keeps a copy of the weights that it trains, by which it knows them again.
 
     Args:
         directory: what `save_checkpoint` was given: its newest checkpoint is loaded, or refused. Or one checkpoint itself.
@@ -34,7 +34,8 @@ def load_checkpoint(directory: str | Path, optimizer: ZenFlowAdamW, *, model: nn
     Raises:
         NoCheckpointError: there is none.
         CheckpointError: it is damaged, which is said together with the newest good one.
-        ValueError: it is of another model or configuration. In both cases nothing has been changed.
+        ValueError: it is of another model or configuration. In all these cases nothing has been changed.
+        RuntimeError: the optimizer is loaded, and what the model runs while it loads (hooks, `set_extra_state`) has failed.
     """
     check_optimizer(optimizer, "load_checkpoint")
     optimizer.engine.refuse_sharded("load_checkpoint()")
@@ -45,10 +46,11 @@ def load_checkpoint(directory: str | Path, optimizer: ZenFlowAdamW, *, model: nn
         raise CheckpointError(f"{path} is refused: {error}; {_way_out(path)}") from error
     if model is not None:
         _check_model(path, model, state["model"])
+    extra = _copied(state["extra"])
     optimizer.load_state_dict(state["optimizer"])
     if model is not None:
-        model.load_state_dict(state["model"])
-    return _copied(state["extra"])
+        _load_model(path, model, state["model"])
+    return extra
 
 
 def _newest(directory: Path) -> Path:
@@ -85,6 +87,16 @@ def _check_model(path: Path, model: nn.Module, saved: Any) -> None:
     for name, value in ours.items():
         if isinstance(value, Tensor) and (not isinstance(saved[name], Tensor) or saved[name].shape != value.shape):
             raise ValueError(f"{path} is of another model: {name} has another shape there")
+
+
+def _load_model(path: Path, model: nn.Module, saved: Any) -> None:
+    try:
+        model.load_state_dict(saved)
+    except Exception as error:
+        raise RuntimeError(
+            f"of {path} the optimizer is loaded, and the model only in part ({type(error).__name__}: {error}): mend what fails "
+            "in the model's load_state_dict(), and build both anew"
+        ) from error
 
 
 def _copied(value: Any) -> Any:

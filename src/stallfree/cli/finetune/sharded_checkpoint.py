@@ -1,16 +1,15 @@
 """Checkpoints of several ranks, by torch.distributed.checkpoint: any number of ranks can go on from them.
 
-A save flushes first, which takes all that belongs to one rank out of the state. It is written aside and gets its name by one
-rename, when everything in it is on the disk, as in `stallfree.checkpoints`. The files are torch's, and run.json.
+A save flushes first, which takes all that belongs to one rank out of the state. It is committed as those of
+`stallfree.checkpoints` are, by rank 0. The files are torch's, and run.json.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_shards
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from stallfree.checkpoints import CheckpointError, NoCheckpointError, layout
-from stallfree.checkpoints.write import locked, sync
+from stallfree.checkpoints.commit import new_checkpoint
+from stallfree.checkpoints.tensors import write_file
 from stallfree.cli.finetune.ranks import Ranks
 from stallfree.cli.finetune.train import Training
 
@@ -40,16 +40,13 @@ def save(directory: Path, training: Training, extra: dict[str, Any]) -> None:
     ranks = training.ranks
     training.optimizer.flush()
     training.reseed()
-    with ExitStack() as held:  # the lock
-        aside = _on_first(ranks, lambda: _begin(directory, held))
+    with ExitStack() as held:  # on rank 0: the new checkpoint, which is one when this is closed without an error
+        new = _on_first(ranks, lambda: held.enter_context(new_checkpoint(directory, KEEP, _read_run)))
         try:
-            _quietly(save_shards, _state(training), checkpoint_id=aside)
-            _on_first(ranks, lambda: _complete(aside, extra | {"ranks": ranks.world}))
+            _quietly(save_shards, _state(training), checkpoint_id=new.aside)
         except CheckpointException as error:
             raise CheckpointError(f"no checkpoint could be written into {directory} ({_cause(error)})") from error
-        finally:
-            if ranks.first:
-                shutil.rmtree(aside, ignore_errors=True)  # it has another name by now, or has failed
+        _on_first(ranks, lambda: _complete(new.aside, extra | {"ranks": ranks.world}, held))
 
 
 def load(directory: Path, training: Training, accept: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -64,13 +61,9 @@ def load(directory: Path, training: Training, accept: Callable[[dict[str, Any]],
         raise NoCheckpointError(f"there is no checkpoint in {directory}")
     path, others = found[-1], found[:-1]
     try:
-        run = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
-        sizes = {name: (path / name).stat().st_size for name in run["files"]}
-        wrong = [name for name, size in run["files"].items() if sizes[name] != size]
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        raise CheckpointError(f"{path} is refused: it is not whole ({error}); {_way_out(others)}") from error
-    if wrong:
-        raise CheckpointError(f"{path} is refused: {wrong[0]} does not have the size it was written with; {_way_out(others)}")
+        run = _read_run(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path} is refused: {error}; {_way_out(others)}") from error
     accept(run)
     state = _state(training)
     more = training.ranks.world > run["ranks"]  # who was not there then asks for what is not there now
@@ -80,7 +73,7 @@ def load(directory: Path, training: Training, accept: Callable[[dict[str, Any]],
     except CheckpointException as error:
         raise CheckpointError(f"{path} cannot be loaded ({_cause(error)}); {_way_out(others)}") from error
     set_state_dict(training.model, training.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    return dict(run)
+    return run
 
 
 def _state(training: Training) -> dict[str, Any]:
@@ -88,31 +81,26 @@ def _state(training: Training) -> dict[str, Any]:
     return {"model": model, "optimizer": optimizer}
 
 
-def _begin(directory: Path, held: ExitStack) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    held.enter_context(locked(directory))
-    for left in [*directory.glob(".saving-*"), *directory.glob(".removing-*")]:
-        shutil.rmtree(left)
-    number = max((layout.number(path) for path in layout.checkpoints(directory)), default=0) + 1
-    aside = directory / f".saving-{number:08d}"
-    aside.mkdir()
-    return aside
-
-
-def _complete(aside: Path, run: dict[str, Any]) -> None:
-    """Give a checkpoint its name, and remove older ones."""
+def _complete(aside: Path, run: dict[str, Any], held: ExitStack) -> None:
     sizes = {path.name: path.stat().st_size for path in aside.iterdir()}
-    (aside / RUN_FILE).write_text(json.dumps(run | {"files": sizes}), encoding="utf-8")
-    sync(aside / RUN_FILE)
-    sync(aside)
-    directory = aside.parent
-    aside.rename(directory / aside.name.replace(".saving", "checkpoint"))
-    sync(directory)
-    with suppress(OSError):  # the new one is there; the next save tries again
-        for path in layout.checkpoints(directory)[:-KEEP]:
-            gone = directory / f".removing-{path.name}"
-            path.rename(gone)  # first, so that a process that dies here leaves no half checkpoint
-            shutil.rmtree(gone, ignore_errors=True)
+    write_file(aside / RUN_FILE, iter([json.dumps(run | {"files": sizes}).encode()]))
+    held.close()
+
+
+def _read_run(path: Path) -> dict[str, Any]:
+    """What was saved as `extra` in a checkpoint whose files have the right sizes.
+
+    Raises:
+        CheckpointError: with the reason.
+    """
+    try:
+        run: dict[str, Any] = json.loads((path / RUN_FILE).read_text(encoding="utf-8"))
+        wrong = [name for name, size in run["files"].items() if (path / name).stat().st_size != size]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"it is not whole ({error})") from error
+    if wrong:
+        raise CheckpointError(f"{wrong[0]} does not have the size it was written with")
+    return run
 
 
 def _on_first(ranks: Ranks, do: Callable[[], Result]) -> Result:
