@@ -204,7 +204,8 @@ def test_an_unknown_setting_is_named_with_the_nearest_one():
 
 
 def test_overrides_go_on_top_of_a_config():
-    optimizer = stepped(ZenFlowAdamW([parameter()], config=ZenFlowConfig(topk_ratio=0.5), update_interval=3, min_numel=0))
+    config = ZenFlowConfig(topk_ratio=0.5, full_warm_up_rounds=0)
+    optimizer = stepped(ZenFlowAdamW([parameter()], config=config, update_interval=3, min_numel=0))
     assert optimizer.metrics()["interval"] == 3
     with pytest.raises(TypeError, match="config"):
         ZenFlowAdamW([parameter()], config=dict(topk_ratio=0.5))

@@ -260,13 +260,14 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return tuple(self.engine.tuner.history)
 
     def metrics(self) -> dict[str, Any]:
-        """Numbers of the last step; waits for the device. rho: share of squared gradient norm in deferred channels.
-        retention: share of a selection that the last one kept. Times in ms, sizes in bytes."""
+        """Numbers of the last step, and some of the whole run (docs/configuration.md says which); waits for the device.
+        rho: share of squared gradient norm in deferred channels. retention: share of a selection that the last one kept.
+        Times in ms, sizes in bytes."""
         engine = self.engine
         retention, by_kind = mean_by_kind([(w.weight.kind, w.block.half.retention[w.place]) for w in engine.weights.values()])
         return {
             "call": engine.clock.call,
-            "interval": engine.clock.interval,
+            "interval": 1 if engine.clock.warming else engine.clock.interval,
             "interval_changes": len(engine.tuner.history),
             "warming_up": engine.clock.warming,
             "host_bytes": sum(block.host_nbytes for block in engine.blocks) + engine.pool.nbytes,
