@@ -39,7 +39,7 @@ launching thread. S grows when calls stall, and shrinks only to what fits with 2
   `logging.getLogger("stallfree").setLevel(logging.INFO)`. If no S hides the host's work, a warning says what would help.
 - This is the only place where timing influences a result. To repeat a run bit for bit, take its settings and its record:
   `optimizer.config.replace(interval_schedule={change.call: change.interval for change in optimizer.interval_history})`.
-- `optimizer.set_update_interval(n)` turns it off.
+- `optimizer.set_update_interval(n)` turns it off, and ends an `interval_schedule`; the log says so.
 """
 
 METRICS = """

@@ -246,7 +246,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return whole(param, grad.staged.full()) if isinstance(grad, StagedGradient) else param.grad
 
     def set_update_interval(self, interval: int) -> None:
-        """Change S; each block adopts it when its window closes. Turns off `update_interval="auto"`, and says so in the log."""
+        """Change S; each block adopts it when its window closes. Turns off `update_interval="auto"`, and ends an
+        `interval_schedule`; the log says so."""
         if isinstance(interval, bool) or not isinstance(interval, int) or not 1 <= interval <= self.config.max_update_interval:
             raise ValueError(
                 f"update_interval must be a whole number from 1 to max_update_interval, "

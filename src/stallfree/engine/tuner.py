@@ -77,7 +77,7 @@ class IntervalTuner:
 
     def after_call(self, engine: Engine) -> None:
         clock = engine.clock
-        if clock.call in self.schedule:
+        if clock.call in self.schedule and not self.by_user:
             self._change(clock, IntervalChange(clock.call, self.schedule[clock.call], clock.interval))
         if not self.deciding or not engine.blocks:
             return
@@ -111,6 +111,8 @@ class IntervalTuner:
         """From now on S is what the user says."""
         if self.deciding:
             logger.info('update_interval="auto" is off: S was set to %d', interval)
+        elif not self.by_user and any(call > clock.call for call in self.schedule):
+            logger.info("interval_schedule is over: update_interval (S) was set to %d", interval)
         self.by_user = True
         self._change(clock, IntervalChange(clock.call, interval, clock.interval))
 
@@ -200,20 +202,30 @@ class IntervalTuner:
         if change.limit is not None and change.limit < self.config.max_update_interval:
             ways.append("a larger staleness_budget")
         logger.warning(
-            "no S up to %d hides the host's work: it needs %.3g ms per call at S=%d, and a call takes %.3g ms, with %.3g ms of "
-            "stalls at S=%d. What would help: %s",
+            "no update_interval (S) up to %d hides the host's work: it needs %.3g ms per call at S=%d, and a call takes %.3g "
+            "ms, with %.3g ms of stalls at S=%d. What would help: %s",
             change.limit, change.host_ms, choice.interval, change.step_ms, change.stall_ms, change.before, ", ".join(ways),
         )  # fmt: skip
 
     # Saving and loading
 
     def state(self) -> dict[str, Any]:
-        return {"by_user": self.by_user, "history": [list(change) for change in self.history]}
+        return {"by_user": self.by_user, "schedule": self._entries, "history": [list(change) for change in self.history]}
+
+    @property
+    def _entries(self) -> list[tuple[int, int]]:
+        return sorted(self.schedule.items())
 
     def load(self, clock: Clock, saved: dict[str, Any], same: bool) -> None:
-        """Take over the record and, if the saved run's setting of S is this one's, what its user set."""
+        """Take over the record and, if the saved run's settings of S are this one's, what its user set. Or follow the schedule.
+
+        same: `update_interval` is the same.
+        """
         self.history = [IntervalChange(*change) for change in saved.get("history", ())]
-        if same:
+        if same and (not self.schedule or self._entries == [tuple(entry) for entry in saved.get("schedule", ())]):
             self.by_user = saved.get("by_user", False)
+        so_far = [interval for call, interval in self._entries if call <= clock.call]
+        if so_far and not self.by_user and so_far[-1] != clock.interval:
+            self._change(clock, IntervalChange(clock.call, so_far[-1], clock.interval))
         self._next, self._basis, self._earlier, self._wanted = 0, None, None, None
         self._measure_anew(clock, clock.interval)
