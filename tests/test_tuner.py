@@ -34,7 +34,7 @@ class Run:
             engine = self.optimizer.engine
             engine.tuner.now = lambda: self.seconds
             engine.link.stalls.so_far = lambda: self.stalled
-            engine.worker.queue.stats = lambda: QueueStats(0, self.elements, self.busy, 0.0)
+            engine.worker.queue.stats = lambda: QueueStats(0, self.elements, self.busy)
             rho = engine.meter.rho
 
             def look():
