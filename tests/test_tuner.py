@@ -9,6 +9,7 @@ import torch
 from histories import assert_identical, backward
 from torch import nn
 
+import stallfree.limits
 import stallfree.planner
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.engine.stalls import Stalls
@@ -325,7 +326,7 @@ def available(monkeypatch, room: int, share: float = 1 / 0.9) -> None:
     named = list(zip("ab", params, strict=True))
     plan = stallfree.planner.plan(named, ZenFlowConfig(**SETTINGS, max_update_interval=room))
     needed = plan.host_beside(params[0].device)
-    monkeypatch.setattr(stallfree.planner, "available_host_bytes", lambda: math.ceil(share * needed))
+    monkeypatch.setattr(stallfree.limits, "available_host_bytes", lambda: math.ceil(share * needed))
 
 
 @pytest.mark.parametrize("room", [2, 4, 8])

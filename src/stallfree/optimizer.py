@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from stallfree import planner
+from stallfree import limits, planner
 from stallfree.config import ZenFlowConfig
 from stallfree.engine import checkpoint, joining, state, weights
 from stallfree.engine.blocks import check_distinct, check_trainable, describe
@@ -199,7 +199,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         config = self.config.replace(max_update_interval=loaded.room)
         named = self._named(self.param_groups)
         more = planner.plan(named, config).host - planner.plan(named, self.config).host
-        if more > planner.available_host_bytes():
+        if more > limits.available_host_bytes():
             planner.check_fits(planner.plan(named, config))
         return config
 
