@@ -34,10 +34,11 @@ from stallfree.cli.bench.environment import environment
 from stallfree.cli.bench.measure import REHEARSAL, LocalRunner, host_bytes
 from stallfree.cli.bench.modes import ADAMW, FLOOR, LR, Mode, Training, WithOptimizer, build_training, parse_mode
 from stallfree.cli.bench.peers import WithDeepSpeed, deepspeed_settings
-from stallfree.cli.bench.records import GIB, MIB, Result, Round, row
+from stallfree.cli.bench.records import MIB, Result, Round, row
 from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.bench.shapes import build_model, model_config, random_batch
 from stallfree.cli.bench.table import table
+from stallfree.limits import GIB
 
 CPU_OFFLOAD, DEEPSPEED = "cpu-offload", "deepspeed-zero-offload"
 PEER_WARM_UP = 3

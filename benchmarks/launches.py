@@ -26,6 +26,7 @@ from stallfree.kernels.triton import TritonBlock
 from stallfree.kernels.triton_functions import adamw_kernel, publish_kernel, split_kernel
 from stallfree.kernels.triton_launch import Launch
 from stallfree.kernels.triton_tables import LANGUAGE_DTYPES
+from stallfree.kernels.triton_update import EMPTY
 
 LAYER = [(192, length, 1) for length in (192, 32, 32, 192, 1120, 1120)] + [(1120, 192, 1)]  # (channels, length, channel_dim)
 LAYERS = 28
@@ -43,16 +44,16 @@ def thread_us(run: Callable[[], object]) -> float:
     return seconds / BURST * 1e6
 
 
-def pairs() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+def pairs(device: torch.device | str = "cuda") -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     """Each kernel's launch, directly and as usual, with no weight present."""
-    table = torch.zeros(16, dtype=torch.int64, device="cuda")
+    table = torch.ones(16, dtype=torch.int64, device=device)  # the row of a weight whose bit no mask has
     address = table.data_ptr()
-    addresses, mask = (address,) * 8, (1 << 62 | 1,) * 8
+    addresses, mask = (address,) * 8, (EMPTY,) * 8
     general = (LANGUAGE_DTYPES[torch.bfloat16], True, True, 8)
     both = {}
     for name, kernel, integers, constants in (
-        ("split", split_kernel, (*(address,) * 6, 0, addresses), (*general, 64, 64, 256)),
-        ("publish", publish_kernel, (*(address,) * 3, 0, addresses), (*general, 64, 64, 256)),
+        ("split", split_kernel, (*(address,) * 6, 0, 0, 0, addresses), (*general, 64, 64, 256)),
+        ("publish", publish_kernel, (*(address,) * 3, 0, 0, 0, addresses), (*general, 64, 64, 256)),
         ("adamw", adamw_kernel, (address, address, mask), (*general, 32, 64)),
     ):
         launch = Launch(kernel, 1, constants, 4)
@@ -70,27 +71,27 @@ def pairs() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
     return both
 
 
-def calls() -> dict[str, Callable[[], object]]:
+def calls(device: torch.device | str = "cuda") -> dict[str, Callable[[], object]]:
     """Whole calls."""
-    kernel, dtype = TritonBlock("cuda"), torch.bfloat16
+    kernel, dtype = TritonBlock(device), torch.bfloat16
     segments = [Segment(*shape, shape[0] // 10) for shape in LAYER]
-    layout = BlockLayout(segments, "cuda")
-    numbers = [torch.arange(segment.channels, device="cuda") for segment in segments]
+    layout = BlockLayout(segments, device)
+    numbers = [torch.arange(segment.channels, device=device) for segment in segments]
     pairs = list(zip(numbers, segments, strict=True))
     where = targets(layout, [n[: s.selected] for n, s in pairs], [n[s.selected :] for n, s in pairs])
-    grads = [torch.zeros(segment.numel, dtype=dtype, device="cuda") for segment in segments]
-    squares = torch.zeros(layout.channels, device="cuda")
-    selected, deferred = (torch.zeros(n, dtype=dtype, device="cuda") for n in (layout.selected_numel, layout.deferred_numel))
+    grads = [torch.zeros(segment.numel, dtype=dtype, device=device) for segment in segments]
+    squares = torch.zeros(layout.channels, device=device)
+    selected, deferred = (torch.zeros(n, dtype=dtype, device=device) for n in (layout.selected_numel, layout.deferred_numel))
     kernel.warm_up(layout, dtype)
 
     def part() -> Part:
-        master, exp_avg, exp_avg_sq = (torch.zeros(layout.selected_numel, device="cuda") for _ in range(3))
-        steps = torch.zeros(layout.places, dtype=torch.int32, device="cuda")
+        master, exp_avg, exp_avg_sq = (torch.zeros(layout.selected_numel, device=device) for _ in range(3))
+        steps = torch.zeros(layout.places, dtype=torch.int32, device=device)
         return Part(layout, where.selected, grads, master, exp_avg, exp_avg_sq, steps, selected)
 
     update = kernel.plan([part() for _ in range(LAYERS)])
-    factors = torch.ones(LAYERS * len(LAYER), device="cuda")
-    skip = torch.ones((), dtype=torch.bool, device="cuda")
+    factors = torch.ones(LAYERS * len(LAYER), device=device)
+    skip = torch.ones((), dtype=torch.bool, device=device)
     hyper = Hyper(lr=1e-5, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
     hypers = [hyper] * len(factors)
     rates = iter(range(1, 1 << 60))

@@ -39,29 +39,36 @@ launching thread. S grows when calls stall, and shrinks only to what fits with 2
   `logging.getLogger("stallfree").setLevel(logging.INFO)`. If no S hides the host's work, a warning says what would help.
 - This is the only place where timing influences a result. To repeat a run bit for bit, take its settings and its record:
   `optimizer.config.replace(interval_schedule={change.call: change.interval for change in optimizer.interval_history})`.
-- `optimizer.set_update_interval(n)` turns it off.
+- `optimizer.set_update_interval(n)` turns it off, and ends an `interval_schedule`; the log says so.
 """
 
 METRICS = """
 ## Metrics
 
-`optimizer.metrics()` waits for the device and returns numbers of the last step (`..._total`: since construction).
+`optimizer.metrics()` waits for the device. Numbers are of the last step; `..._total` counts since this optimizer was built, and
+these since training began, because checkpoints carry them on:
 
 | key | meaning |
 |---|---|
-| `call`, `interval`, `interval_changes`, `warming_up` | steps so far, S, how often S changed, whether the warm-up goes on |
-| `grad_norm` | before clipping by `max_grad_norm` |
-| `skipped_steps` | steps skipped because the gradient norm was not finite |
-| `last_skipped_call` | the call of the last of them, or `None` |
+| `call`, `interval_changes` | steps so far, skipped ones included; how often S changed |
+| `skipped_steps` | how many of them were skipped because the gradient norm was not finite |
+| `last_skipped_call` | the call of the last of these, or `None` |
 | `last_skipped_kinds` | kinds of parameters with gradients not finite in it; small ones of a dtype are named together |
+
+The others:
+
+| key | meaning |
+|---|---|
+| `interval`, `warming_up` | S, 1 during the warm-up (a block adopts another S at its next close); whether that goes on |
+| `grad_norm` | before clipping by `max_grad_norm` |
 | `rho`, `rho_by_kind` | share of squared gradient norm in deferred channels, over all weights and by kind of parameter |
 | `retention`, `retention_by_kind` | share of the last selection that the one before had chosen too |
 | `stall_ms`, `stall_ms_total` | time in which training (on a GPU: the device) waited for the host |
 | `host_ms_total`, `host_threads` | time in which the host worked on windows, and the threads that it has now |
 | `bytes_down`, `bytes_up`, `..._total` | bytes copied to the host and to the device |
 | `host_bytes`, `device_bytes` | memory of the optimizer's state and slots |
-| `restages` | backward passes that came after a gradient had been staged |
-| `reselections_total` | selections of blocks made since construction |
+| `restages`, `restages_total` | staged gradients to which a further backward pass added: one per weight and pass |
+| `reselections_total` | selections of blocks |
 """
 
 

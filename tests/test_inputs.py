@@ -13,7 +13,7 @@ import torch.distributed as dist
 from histories import backward
 from torch import nn
 
-import stallfree.planner
+import stallfree.limits
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 
 NEEDS_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -204,7 +204,8 @@ def test_an_unknown_setting_is_named_with_the_nearest_one():
 
 
 def test_overrides_go_on_top_of_a_config():
-    optimizer = stepped(ZenFlowAdamW([parameter()], config=ZenFlowConfig(topk_ratio=0.5), update_interval=3, min_numel=0))
+    config = ZenFlowConfig(topk_ratio=0.5, full_warm_up_rounds=0)
+    optimizer = stepped(ZenFlowAdamW([parameter()], config=config, update_interval=3, min_numel=0))
     assert optimizer.metrics()["interval"] == 3
     with pytest.raises(TypeError, match="config"):
         ZenFlowAdamW([parameter()], config=dict(topk_ratio=0.5))
@@ -247,7 +248,7 @@ def test_a_bad_max_norm_is_refused(max_norm):
 
 def test_too_little_host_memory_is_said_before_it_is_allocated(monkeypatch):
     """The message says how much is needed and how much there is."""
-    monkeypatch.setattr(stallfree.planner, "available_host_bytes", lambda: 10 << 20)
+    monkeypatch.setattr(stallfree.limits, "available_host_bytes", lambda: 10 << 20)
     with pytest.raises((MemoryError, ValueError, RuntimeError), match=r"(?s)host memory.*\d.*(MiB|GiB|MB|GB)"):
         ZenFlowAdamW([nn.Parameter(torch.ones(2048, 1024))], topk_ratio=0.1)
     p = parameter()

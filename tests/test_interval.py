@@ -107,12 +107,13 @@ def test_the_staleness_budget_bounds_the_mean_delay(rho, budget, limit):
 def test_a_change_reads_as_a_sentence():
     change = IntervalChange(24, 4, 2, step_ms=52, stall_ms=9, host_ms_before=61, host_ms=38.2, rho=0.4, limit=4)
     assert change.sentence() == (
-        "S 2 -> 4 at call 24: the host needs 61 ms per call at S=2 and a call takes 52 ms and 9 ms of stalls; "
-        "at S=4 it needs 38 ms; max_update_interval and rho 0.40 allow no larger S"
+        "update_interval (S) 2 -> 4 at call 24: the host needs 61 ms per call at S=2 and a call takes 52 ms and 9 ms of "
+        "stalls; at S=4 it needs 38 ms; max_update_interval and rho 0.40 allow no larger S"
     )
     calm = change._replace(stall_ms=0, limit=8, launch_bound=True)
     assert calm.sentence() == (
-        "S 2 -> 4 at call 24: the host needs 61 ms per call at S=2 and a call takes 52 ms, bound by the launching thread, "
-        "which a busy memory slows; at S=4 it needs 38 ms"
+        "update_interval (S) 2 -> 4 at call 24: the host needs 61 ms per call at S=2 and a call takes 52 ms, bound by the "
+        "launching thread, which a busy memory slows; at S=4 it needs 38 ms"
     )
-    assert IntervalChange(7, 3, 2).sentence() == "S 2 -> 3 at call 7: as given, or as the ranks agreed"
+    assert IntervalChange(7, 3, 2).sentence() == "update_interval (S) 2 -> 3 at call 7: as given, or as the ranks agreed"
+    assert IntervalChange(7, 3, 3).sentence().startswith("update_interval (S) stays 3 at call 7: ")

@@ -10,8 +10,7 @@ from torch import nn
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig, limits, planner
 from stallfree.engine.streams import Streams
-
-GIB = 1 << 30
+from stallfree.limits import GIB
 
 
 @pytest.fixture
@@ -131,7 +130,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 16 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 5 * GIB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 3 * GIB + (GIB >> 1))
-    monkeypatch.setattr(planner, "available_host_bytes", lambda: 1000 * GIB)
+    monkeypatch.setattr(limits, "available_host_bytes", lambda: 1000 * GIB)
     return torch.device("cuda", 0)
 
 
@@ -148,7 +147,7 @@ def test_construction_refuses_what_the_device_cannot_hold(monkeypatch):
     param = nn.Parameter(torch.ones(1024, 1024, device="cuda"))
     gc.collect()  # what other tests have left
     before = torch.cuda.memory_allocated()
-    monkeypatch.setattr(planner, "available_device_bytes", lambda device: 1 << 20)
+    monkeypatch.setattr(limits, "available_device_bytes", lambda device: 1 << 20)
     with pytest.raises(MemoryError, match="are free"):
         ZenFlowAdamW([param], preset="device")
     gc.collect()

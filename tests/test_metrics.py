@@ -48,6 +48,30 @@ def test_calls_and_intervals_are_reported(device):
     optimizer.close()
 
 
+@pytest.mark.parametrize("calls, interval", [(0, 1), (2, 1), (3, 4)])
+def test_the_interval_is_one_while_warming_up(device, calls, interval):
+    optimizer, _ = run(device, calls)
+    metrics = optimizer.metrics()
+    assert (metrics["interval"], metrics["warming_up"]) == (interval, interval == 1)
+    optimizer.close()
+
+
+def test_restages_are_gradients_of_the_last_step(device):
+    """The second pass of a step that expected one adds to each weight's staged gradient."""
+    optimizer, _ = run(device, 3)
+    params = optimizer.param_groups[0]["params"]
+    found = []
+    for passes in (2, 2, 1):
+        for _ in range(passes):
+            sum(p.sum() for p in params).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        metrics = optimizer.metrics()
+        found.append((metrics["restages"], metrics["restages_total"]))
+    assert found == [(2, 2), (0, 2), (0, 2)]  # of two weights; then the number of passes is learned
+    optimizer.close()
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_a_skipped_call_is_named_with_the_kind_of_parameter(device, value):
     """The last one of them, also calls later and when some parameters had no gradient."""

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from stallfree import ZenFlowAdamW
-from stallfree.engine.pace import AIM, CALLS, MOST, REMEMBERED, Mark, Pace
+from stallfree.engine.calls import CALLS, Mark
+from stallfree.engine.pace import AIM, MOST, REMEMBERED, Pace
 
 
 class Machine:

@@ -8,7 +8,7 @@ from histories import assert_identical, backward
 from test_state import flat
 from torch import nn
 
-import stallfree.planner
+import stallfree.limits
 from stallfree import ZenFlowAdamW
 
 SHAPES = {
@@ -135,7 +135,7 @@ def test_no_parameter_is_adopted_for_which_there_is_no_memory(monkeypatch):
     run = Run("cpu", **RUNS["frozen weight"])
     run.play(0, 2)
     before, weights = flat(run.optimizer.state_dict()), run.weights()
-    monkeypatch.setattr(stallfree.planner, "available_host_bytes", lambda: 0)
+    monkeypatch.setattr(stallfree.limits, "available_host_bytes", lambda: 0)
     with pytest.raises(MemoryError):
         run.optimizer.add_param_group(dict(params=[("late", nn.Parameter(torch.ones(4, 4)))]))
     with pytest.raises(MemoryError):

@@ -5,6 +5,7 @@ See tests/stress.py. Whatever happens, results are those of a quiet run, bit for
 
 import random
 import threading
+import time
 from contextlib import nullcontext
 from functools import partial
 
@@ -141,10 +142,11 @@ def test_the_host_writes_a_slot_only_when_its_last_reader_is_done(monkeypatch):
     engine.pool.take = taken
     optimizer.step()
     window = engine.blocks[0].queue[0]
-    with pytest.raises(TimeoutError):
-        engine.worker.queue.wait(window.work.value, timeout=0.05)
+    time.sleep(0.05)
+    assert engine.worker.queue.stats().windows == 0
     reading.memory.fill_(last.value)
-    engine.worker.queue.wait(window.work.value, timeout=5)
+    engine.worker.queue.wait(window.work.value)
+    assert engine.worker.queue.stats().windows == 1
     optimizer.close()
 
 

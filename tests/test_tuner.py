@@ -9,6 +9,7 @@ import torch
 from histories import assert_identical, backward
 from torch import nn
 
+import stallfree.limits
 import stallfree.planner
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.engine.stalls import Stalls
@@ -34,7 +35,7 @@ class Run:
             engine = self.optimizer.engine
             engine.tuner.now = lambda: self.seconds
             engine.link.stalls.so_far = lambda: self.stalled
-            engine.worker.queue.stats = lambda: QueueStats(0, self.elements, self.busy, 0.0)
+            engine.worker.queue.stats = lambda: QueueStats(0, self.elements, self.busy)
             rho = engine.meter.rho
 
             def look():
@@ -141,7 +142,7 @@ def test_what_hides_nowhere_is_said_once_with_what_helps(caplog):
         run.play(300)
     assert run.changes == [(FIRST, 2, 8)]
     (warned,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    for way in ("up to 8", "bfloat16", "larger batch", "larger topk_ratio", "host threads"):
+    for way in ("no update_interval (S) up to 8", "bfloat16", "larger batch", "larger topk_ratio", "host threads"):
         assert way in warned
     run.optimizer.close()
 
@@ -268,6 +269,54 @@ def test_what_the_user_sets_stays_also_after_resuming(caplog):
         each.optimizer.close()
 
 
+@pytest.mark.parametrize(
+    "schedule, interval", [({0: 2, 10: 4}, 4), ({20: 4}, 4), ({0: 4, 10: 5, 21: 2}, 5), ({0: 2}, 2), ({21: 4}, 3)]
+)
+def test_a_loaded_state_is_where_the_schedule_is(schedule, interval, caplog):
+    """At its last entry so far; before the first one S is what it was."""
+    saved = Run(made_up=False, update_interval=3, max_update_interval=5)
+    saved.play(20)
+    resumed = Run(made_up=False, update_interval=3, max_update_interval=5, interval_schedule=schedule)
+    with caplog.at_level(logging.INFO, "stallfree"):
+        resumed.optimizer.load_state_dict(copy.deepcopy(saved.optimizer.state_dict()))
+    assert resumed.interval == interval
+    assert resumed.changes == ([] if interval == 3 else [(20, 3, interval)])
+    assert ("update_interval" in caplog.text) == (interval != 3)
+    resumed.play(1)
+    assert resumed.interval == schedule.get(21, interval)
+    for run in (saved, resumed):
+        run.optimizer.close()
+
+
+def test_what_the_user_sets_ends_the_schedule(caplog):
+    settings = dict(made_up=False, interval_schedule={0: 2, 10: 5, 30: 6})
+    run = Run(**settings)
+    run.play(3)
+    with caplog.at_level(logging.INFO, "stallfree"):
+        run.optimizer.set_update_interval(4)
+        run.optimizer.set_update_interval(3)
+    assert caplog.text.count("interval_schedule is over") == 1
+    run.play(17)
+    assert run.changes == [(3, 2, 4), (3, 4, 3)]
+    resumed, other = Run(**settings), Run(made_up=False, interval_schedule={0: 2, 10: 5})
+    for each in (resumed, other):
+        each.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        each.play(20)
+        each.optimizer.close()
+    assert resumed.interval == 3, "of the same schedule"
+    assert other.interval == 5, "another schedule is a new setting"
+    run.optimizer.close()
+
+
+def test_a_setting_at_the_end_of_the_schedule_ends_nothing(caplog):
+    run = Run(made_up=False, interval_schedule={0: 2, 3: 4})
+    run.play(3)
+    with caplog.at_level(logging.INFO, "stallfree"):
+        run.optimizer.set_update_interval(3)
+    assert "is over" not in caplog.text
+    run.optimizer.close()
+
+
 # Room
 
 
@@ -277,7 +326,7 @@ def available(monkeypatch, room: int, share: float = 1 / 0.9) -> None:
     named = list(zip("ab", params, strict=True))
     plan = stallfree.planner.plan(named, ZenFlowConfig(**SETTINGS, max_update_interval=room))
     needed = plan.host_beside(params[0].device)
-    monkeypatch.setattr(stallfree.planner, "available_host_bytes", lambda: math.ceil(share * needed))
+    monkeypatch.setattr(stallfree.limits, "available_host_bytes", lambda: math.ceil(share * needed))
 
 
 @pytest.mark.parametrize("room", [2, 4, 8])

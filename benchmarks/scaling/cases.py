@@ -11,9 +11,9 @@ from torch import nn
 
 from stallfree import ZenFlowConfig
 from stallfree.engine.blocks import Block, build_blocks, classify
-from stallfree.planner import SPARE, plan
+from stallfree.limits import GIB, SPARE
+from stallfree.planner import plan
 
-GIB = 1 << 30
 TOKENS = 8 * 1024  # of a GPU and step
 WORLDS = (1, 2, 8, 64, 1024)
 INTERVALS = (1, 2, 4, 8)

@@ -63,7 +63,8 @@ class ZenFlowConfig:
     """What "auto" may cost: the largest rho * (S + 1) / 2, a gradient's mean delay in calls, weighted by its share (rho is the
     share of the squared gradient norm that is deferred)."""
     interval_schedule: Mapping[int, int] | None = None
-    """S by call, as a run with "auto" has recorded it: after call t, S is the value at t. Replaces what "auto" would decide."""
+    """S by call, as a run with "auto" has recorded it: after call t, S is the value at t, or at the last call before that has
+    one. Replaces what "auto" would decide. `set_update_interval` ends it."""
     rule: Literal["replay", "mean"] = None  # type: ignore[assignment]
     """What the host does with a window: "replay" one AdamW step per gradient; "mean" one AdamW step on their mean."""
     lag: int = None  # type: ignore[assignment]

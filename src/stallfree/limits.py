@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 GIB = 1 << 30
+SPARE = 0.9  # of what is available: allocators round and fragment
 UNKNOWN = 1 << 62  # bytes, where nobody says
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 # Of version 2 and of version 1: the limit, the usage, and what of the usage is cached files that the system gives up first.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from stallfree import planner
+from stallfree import limits, planner
 from stallfree.config import ZenFlowConfig
 from stallfree.engine import checkpoint, joining, state, weights
 from stallfree.engine.blocks import check_distinct, check_trainable
@@ -199,7 +199,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         config = self.config.replace(max_update_interval=loaded.room)
         named = self._named(self.param_groups)
         more = planner.plan(named, config).host - planner.plan(named, self.config).host
-        if more > planner.available_host_bytes():
+        if more > limits.available_host_bytes():
             planner.check_fits(planner.plan(named, config))
         return config
 
@@ -246,7 +246,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return whole(param, grad.staged.full()) if isinstance(grad, StagedGradient) else param.grad
 
     def set_update_interval(self, interval: int) -> None:
-        """Change S; each block adopts it when its window closes. Turns off `update_interval="auto"`, and says so in the log."""
+        """Change S; each block adopts it when its window closes. Turns off `update_interval="auto"`, and ends an
+        `interval_schedule`; the log says so."""
         if isinstance(interval, bool) or not isinstance(interval, int) or not 1 <= interval <= self.config.max_update_interval:
             raise ValueError(
                 f"update_interval must be a whole number from 1 to max_update_interval, "
@@ -260,13 +261,14 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         return tuple(self.engine.tuner.history)
 
     def metrics(self) -> dict[str, Any]:
-        """Numbers of the last step; waits for the device. rho: share of squared gradient norm in deferred channels.
-        retention: share of a selection that the last one kept. Times in ms, sizes in bytes."""
+        """Numbers of the last step, and some of the whole run (docs/configuration.md says which); waits for the device.
+        rho: share of squared gradient norm in deferred channels. retention: share of a selection that the last one kept.
+        Times in ms, sizes in bytes."""
         engine = self.engine
         retention, by_kind = mean_by_kind([(w.weight.kind, w.block.half.retention[w.place]) for w in engine.weights.values()])
         return {
             "call": engine.clock.call,
-            "interval": engine.clock.interval,
+            "interval": 1 if engine.clock.warming else engine.clock.interval,
             "interval_changes": len(engine.tuner.history),
             "warming_up": engine.clock.warming,
             "host_bytes": sum(block.host_nbytes for block in engine.blocks) + engine.pool.nbytes,

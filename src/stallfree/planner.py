@@ -8,14 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from stallfree import limits
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import build_blocks, classify
 from stallfree.engine.ring import ring_bytes
 from stallfree.engine.slots import plan_slots
-from stallfree.limits import GIB, available_device_bytes
-from stallfree.limits import available_host_bytes as available_host_bytes
-
-SPARE = 0.9  # of what is available, for room that is optional
+from stallfree.limits import GIB, SPARE
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def with_room(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) 
     if not config.room_is_open:
         return config
     choices = [config.replace(max_update_interval=room) for room in config.rooms]
-    available, device = available_host_bytes(), named[0][1].device
+    available, device = limits.available_host_bytes(), named[0][1].device
     fitting = (choice for choice in choices if plan(named, choice).host_beside(device) <= SPARE * available)
     return next(fitting, choices[-1])
 
@@ -85,10 +83,10 @@ def check_fits(needed: Plan, device: torch.device | None = None, least: Callable
 
     least: of a number on all ranks. Those of one machine ask for the same memory: none takes its share before all have asked.
     """
-    host, available = needed.host_beside(device), available_host_bytes()
+    host, available = needed.host_beside(device), limits.available_host_bytes()
     spare, free = available - host, 0
     if device is not None and device.type == "cuda":
-        free = available_device_bytes(device)
+        free = limits.available_device_bytes(device)
         spare = min(spare, free - needed.device)
     if least(spare) >= 0:
         return

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from stallfree.cli import main
 
 QUICK = {"lr": 3e-3, "micro_batch": 4, "seq_length": 48, "eval_size": 6}
-UNTIMED = {"seconds", "stall_ms", "restages", "bytes_up"}  # restages: per process; bytes_up: evaluations send weights too
+UNTIMED = {"seconds", "stall_ms", "bytes_up"}  # bytes_up: evaluations send weights too
 
 
 def metrics(output, kind):

@@ -2,7 +2,8 @@
 
 import pytest
 
-from stallfree.cli.bench.records import GIB, MIB, Footprint, Result, Round, mean_ms, percentile, row
+from stallfree.cli.bench.records import MIB, Footprint, Result, Round, mean_ms, percentile, row
+from stallfree.limits import GIB
 
 
 def timed(*step_ms, gap=0.0, **other):

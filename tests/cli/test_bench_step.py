@@ -15,13 +15,13 @@ from stallfree.cli.bench import fit, modes, run, trace
 from stallfree.cli.bench.measure import LocalRunner
 from stallfree.cli.bench.modes import PEERS, parse_mode
 from stallfree.cli.bench.peers import deepspeed_settings
-from stallfree.cli.bench.records import GIB
 from stallfree.cli.bench.settings import ACTIONS, BenchSettings, command_line, load_settings
 from stallfree.cli.bench.shapes import SHAPES, build_model, model_config
-from stallfree.cli.bench.trace import CLOCK, CLOCK_MARKS, HOST, host_spans, record_trace
+from stallfree.cli.bench.trace import CLOCK, CLOCK_MARKS, HOST, record_trace
 from stallfree.cli.bench.worker import PeerError, RemoteRunner
 from stallfree.cli.errors import UsageError
 from stallfree.cli.flags import flag, markdown_table
+from stallfree.limits import GIB
 
 QUICK = dict(model="tiny", batch=1, seq=16, rounds=2, steps=4, warm_up=6, dtype="float32", device="cpu")
 
@@ -380,7 +380,3 @@ def test_a_trace_has_a_track_of_the_host(interrupted, tmp_path, monkeypatch):
         assert own["dur"] >= 2000  # microseconds
         assert around["ts"] - 200 <= own["ts"] <= own["ts"] + own["dur"] <= around["ts"] + around["dur"] + 200
     assert sum(event.get("name") == CLOCK for event in events) == CLOCK_MARKS
-
-
-def test_a_worker_without_a_history_has_no_spans():
-    assert host_spans(SimpleNamespace(engine=SimpleNamespace(worker=object()))) == []

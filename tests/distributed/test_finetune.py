@@ -26,7 +26,7 @@ from stallfree.cli.finetune.settings import FinetuneSettings
 
 pytestmark = pytest.mark.skipif(DEVICE != "cpu", reason="compares losses of the CPU's arithmetic, and starts its own ranks")
 
-UNTIMED = {"seconds", "stall_ms", "restages", "bytes_up", "bytes_down"}
+UNTIMED = {"seconds", "stall_ms", "bytes_up", "bytes_down"}
 SYNCHRONOUS = {"preset": "zero-offload", "steps": 8, "eval_every": 3}  # flushing, as every save does, changes nothing
 AT_STEPS = """
 import os, signal, warnings

@@ -24,15 +24,15 @@ def test_replicas_are_refused_with_the_way_out(two):
 
 
 def memory_of_one(rank):
-    from stallfree import planner
+    from stallfree import limits
 
-    real = planner.available_host_bytes
-    planner.available_host_bytes = lambda: 0 if rank == 1 else real()
+    real = limits.available_host_bytes
+    limits.available_host_bytes = lambda: 0 if rank == 1 else real()
     try:
         with pytest.raises(MemoryError, match="host memory"):
             Run.of("sharded", PRESETS["stallfree"])
     finally:
-        planner.available_host_bytes = real
+        limits.available_host_bytes = real
 
 
 def test_what_does_not_fit_on_one_rank_is_refused_on_all(two):

@@ -268,6 +268,7 @@ def test_misuse_is_refused_before_anything_is_written(kernel, device):
     for mistake in (
         dict(target=target[1:]),
         dict(target=target.double()),
+        dict(target=target.to("meta")),  # not where the host can read it
         dict(present=there[1:]),
         dict(present=there.float()),
         dict(scales=torch.ones(3, device=device)),

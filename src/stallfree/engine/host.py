@@ -12,9 +12,10 @@ from torch import Tensor
 
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import STATE, Weight
+from stallfree.engine.calls import Mark
 from stallfree.engine.device import adopt_weights
 from stallfree.engine.memory import host_memory
-from stallfree.engine.pace import Mark, Pace
+from stallfree.engine.pace import Pace
 from stallfree.engine.streams import Point, Timeline
 from stallfree.kernels import host_kernel, host_queue
 from stallfree.kernels.device import Hyper

@@ -114,7 +114,8 @@ class IntervalChange(NamedTuple):
     def sentence(self) -> str:
         """For the log."""
         before, after = self.before, self.interval
-        head = f"S {before} -> {after} at call {self.call}" if after != before else f"S stays {before} at call {self.call}"
+        move = f"stays {before}" if after == before else f"{before} -> {after}"
+        head = f"update_interval (S) {move} at call {self.call}"
         if self.step_ms is None:
             return f"{head}: as given, or as the ranks agreed"
         text = f"{head}: the host needs {_ms(self.host_ms_before)} per call at S={before} and a call takes {_ms(self.step_ms)}"

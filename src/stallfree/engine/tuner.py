@@ -8,10 +8,9 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections import deque
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stallfree.engine.calls import Mark, Recorder, unpaused
 from stallfree.engine.interval import Choice, HostCost, IntervalChange, UpdateBytes, UpdateTime, choose, staleness_limit
 
 if TYPE_CHECKING:
@@ -19,24 +18,12 @@ if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
     from stallfree.engine.schedule import Clock
 
-CALLS = 8  # that a measurement is made of
 APART = 64  # calls between two decisions at least
 CHANGED = 0.15  # by how much a time has to change to be decided upon again
 TOGETHER = 16  # calls after which several ranks compare what they want: each time waits for the device
 LEAD = 0.5  # of the blocks: a device with less still to do than that waits for the launching thread
-PAUSE = 3  # times the usual time of a call: something else went on in between, an evaluation, say
 
 logger = logging.getLogger("stallfree")
-
-
-class Mark(NamedTuple):
-    """What clocks and counters say after a call."""
-
-    seconds: float
-    stalled: float
-    busy: float
-    elements: int
-    lead: int | None = None  # blocks that the device has still to work on; None: there is no device
 
 
 class Measured(NamedTuple):
@@ -57,7 +44,7 @@ class IntervalTuner:
         self.by_user = False  # somebody has called set_update_interval
         self.history: list[IntervalChange] = []
         self.now = time.perf_counter
-        self._marks: deque[Mark] = deque(maxlen=CALLS + 1)
+        self._recorder = Recorder()
         self._from = 0  # the first call that may be measured
         self._next = 0  # the first call that may decide again
         self._basis: Measured | None = None  # of the last decision, if it changed nothing
@@ -77,7 +64,7 @@ class IntervalTuner:
 
     def after_call(self, engine: Engine) -> None:
         clock = engine.clock
-        if clock.call in self.schedule:
+        if clock.call in self.schedule and not self.by_user:
             self._change(clock, IntervalChange(clock.call, self.schedule[clock.call], clock.interval))
         if not self.deciding or not engine.blocks:
             return
@@ -93,9 +80,8 @@ class IntervalTuner:
         if clock.call < self._from:
             return
         stats = engine.worker.queue.stats()
-        self._marks.append(
-            Mark(self.now(), engine.link.stalls.so_far(), stats.busy_seconds, stats.elements, engine.link.lead())
-        )
+        stalled = engine.link.stalls.so_far()
+        self._recorder.add(Mark(self.now(), stats.busy_seconds, stalled, stats.elements, engine.link.lead()))
         if clock.call < self._next or (measured := self._measure(engine)) is None:
             return
         noticed, self._noticed = self._noticed, False
@@ -105,33 +91,34 @@ class IntervalTuner:
             self._next = clock.call + APART
         elif self._differs(measured, self._basis, paced=engine.worker.pace.threads < engine.worker.pace.most):
             self._noticed = True
-            self._marks.clear()  # of some calls from before
+            self._recorder.clear()  # of some calls from before
 
     def set_by_user(self, clock: Clock, interval: int) -> None:
         """From now on S is what the user says."""
         if self.deciding:
             logger.info('update_interval="auto" is off: S was set to %d', interval)
+        elif not self.by_user and any(call > clock.call for call in self.schedule):
+            logger.info("interval_schedule is over: update_interval (S) was set to %d", interval)
         self.by_user = True
         self._change(clock, IntervalChange(clock.call, interval, clock.interval))
 
     def _measure_anew(self, clock: Clock, before: int) -> None:
         """Once no window of another S is under way."""
-        self._marks.clear()
+        self._recorder.clear()
         self._noticed = False
         self._from = clock.call + max(before, clock.interval) + self.config.lag
 
     def _measure(self, engine: Engine) -> Measured | None:
-        first, last = self._marks[0], self._marks[-1]
-        if len(self._marks) <= CALLS or last.elements == first.elements:
+        calls = self._recorder.read()
+        replayed = sum(call.elements for call in calls)
+        if not replayed:
             return None
-        calls = [(after.seconds - before.seconds, after.stalled - before.stalled) for before, after in pairwise(self._marks)]
-        usual = PAUSE * statistics.median(seconds for seconds, _ in calls)
-        step = statistics.median(max(0.0, seconds - stalled) for seconds, stalled in calls)
-        stall = statistics.fmean(stalled for seconds, stalled in calls if seconds <= usual)
-        rate = (last.busy - first.busy) / (last.elements - first.elements)  # of a gradient
+        step = statistics.median(max(0.0, call.seconds - call.stalled) for call in calls)
+        stall = statistics.fmean(call.stalled for call in unpaused(calls))
+        rate = sum(call.busy for call in calls) / replayed  # of a gradient
         elements = sum(block.block.deferred_numel for block in engine.blocks)
         interval = engine.clock.interval
-        leads = [mark.lead for mark in self._marks if mark.lead is not None]
+        leads = [call.lead for call in calls if call.lead is not None]
         launch_bound = bool(leads) and statistics.median(leads) < LEAD * len(engine.blocks)
         return Measured(step, stall, UpdateTime(interval, rate * interval * elements), launch_bound)
 
@@ -200,20 +187,30 @@ class IntervalTuner:
         if change.limit is not None and change.limit < self.config.max_update_interval:
             ways.append("a larger staleness_budget")
         logger.warning(
-            "no S up to %d hides the host's work: it needs %.3g ms per call at S=%d, and a call takes %.3g ms, with %.3g ms of "
-            "stalls at S=%d. What would help: %s",
+            "no update_interval (S) up to %d hides the host's work: it needs %.3g ms per call at S=%d, and a call takes %.3g "
+            "ms, with %.3g ms of stalls at S=%d. What would help: %s",
             change.limit, change.host_ms, choice.interval, change.step_ms, change.stall_ms, change.before, ", ".join(ways),
         )  # fmt: skip
 
     # Saving and loading
 
     def state(self) -> dict[str, Any]:
-        return {"by_user": self.by_user, "history": [list(change) for change in self.history]}
+        return {"by_user": self.by_user, "schedule": self._entries, "history": [list(change) for change in self.history]}
+
+    @property
+    def _entries(self) -> list[tuple[int, int]]:
+        return sorted(self.schedule.items())
 
     def load(self, clock: Clock, saved: dict[str, Any], same: bool) -> None:
-        """Take over the record and, if the saved run's setting of S is this one's, what its user set."""
+        """Take over the record and, if the saved run's settings of S are this one's, what its user set. Or follow the schedule.
+
+        same: `update_interval` is the same.
+        """
         self.history = [IntervalChange(*change) for change in saved.get("history", ())]
-        if same:
+        if same and (not self.schedule or self._entries == [tuple(entry) for entry in saved.get("schedule", ())]):
             self.by_user = saved.get("by_user", False)
+        so_far = [interval for call, interval in self._entries if call <= clock.call]
+        if so_far and not self.by_user and so_far[-1] != clock.interval:
+            self._change(clock, IntervalChange(clock.call, so_far[-1], clock.interval))
         self._next, self._basis, self._earlier, self._wanted = 0, None, None, None
         self._measure_anew(clock, clock.interval)

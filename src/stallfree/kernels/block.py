@@ -1,4 +1,4 @@
-"""The device half's arithmetic: the interface of multi-tensor kernels, and its definition in torch ops.
+"""The device half's arithmetic: the interface of multi-tensor kernels, which `torch_block.py` defines in torch operations.
 
 Gradients are taken apart and weights published a block at a time; calls are judged (`judging.py`), and AdamW steps taken,
 for all blocks and residents together. A block's

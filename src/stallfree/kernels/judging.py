@@ -141,7 +141,7 @@ def check_judge(
 ) -> None:
     """Raise `ValueError` unless the arguments are what `Judging.judge` says."""
     device, weights = evidence.squares.device, evidence.weights
-    check_flat("target", target.device, target, 1 + weights + evidence.residents, torch.float32)
+    check_flat("target", torch.device("cpu"), target, 1 + weights + evidence.residents, torch.float32)
     if present is not None:
         check_flat("present", device, present, weights, torch.bool)
     if scales is not None:

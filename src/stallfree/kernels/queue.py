@@ -35,7 +35,6 @@ class QueueStats(NamedTuple):
     windows: int
     elements: int  # gradients replayed
     busy_seconds: float  # of work
-    wait_seconds: float  # for gates
 
 
 class WindowTimes(NamedTuple):
@@ -86,25 +85,20 @@ class HostQueue(ABC):
             tickets = [self._last + 1 + i & 0xFFFFFFFF for i in range(len(windows))]
             self._start(windows, tickets)
         if not self._overlap:
-            while not self._settled(self._last, WAIT_SECONDS):
-                pass
+            self._await(self._last)
         return tickets
 
-    def wait(self, ticket: int, timeout: float | None = None) -> None:
+    def wait(self, ticket: int) -> None:
         """Block, without the GIL, until a window is done.
 
         Raises:
             HostError: it or an earlier one failed.
-            TimeoutError: it is not done within so many seconds.
             ValueError: it has not been submitted.
         """
         self._check_process()
         if not _reached(self._last, ticket):
             raise ValueError(f"ticket {ticket} has not been given, the last one is {self._last}")
-        end = None if timeout is None else time.monotonic() + timeout
-        while not self._settled(ticket, WAIT_SECONDS if end is None else min(WAIT_SECONDS, max(0.0, end - time.monotonic()))):
-            if end is not None and time.monotonic() >= end:
-                raise TimeoutError(f"window {ticket} was not done within {timeout} s")
+        self._await(ticket)
         error = self.error
         if error is not None and not _reached(self._completed(), ticket):
             raise error
@@ -121,6 +115,10 @@ class HostQueue(ABC):
         if os.getpid() == self._process:
             self._closed = True
             self._stop()
+
+    def _await(self, ticket: int) -> None:
+        while not self._settled(ticket, WAIT_SECONDS):
+            pass
 
     @property
     @abstractmethod
@@ -165,7 +163,7 @@ class TorchQueue(HostQueue):
         self._changed = threading.Condition()
         self._good = self._last
         self._error: HostError | None = None
-        self._stats = QueueStats(0, 0, 0.0, 0.0)
+        self._stats = QueueStats(0, 0, 0.0)
         self._history: deque[WindowTimes] = deque(maxlen=HISTORY)
         self._thread = threading.Thread(target=self._work, name="stallfree-host", daemon=True) if overlap else None
         if self._thread is not None:
@@ -223,7 +221,6 @@ class TorchQueue(HostQueue):
 
     def _run(self, ticket: int, work: WindowWork) -> None:
         try:
-            taken = time.monotonic_ns()
             for gate in work.gates:
                 self._wait_for(gate)
             opened = time.monotonic_ns()
@@ -245,8 +242,8 @@ class TorchQueue(HostQueue):
                 self._changed.notify_all()
             return
         with self._changed:
-            windows, done, busy, waited = self._stats
-            self._stats = QueueStats(windows + 1, done + elements, busy + (end - begin) / 1e9, waited + (opened - taken) / 1e9)
+            windows, done, busy = self._stats
+            self._stats = QueueStats(windows + 1, done + elements, busy + (end - begin) / 1e9)
             self._history.append(WindowTimes(ticket, opened, begin, end))
             self._good = self._word.value = ticket
             self._changed.notify_all()

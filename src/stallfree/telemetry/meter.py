@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from operator import sub
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,17 +16,25 @@ if TYPE_CHECKING:
     from stallfree.kernels.judging import Verdict
 
 
+class Counted(NamedTuple):
+    """What is counted as it happens."""
+
+    down: int  # bytes
+    up: int
+    restages: int  # gradients to which a further backward pass has added, once per weight and pass
+
+
 class Meter:
-    """Stalls, bytes, norms and rho of the last call, and totals since construction."""
+    """Stalls, bytes, norms and rho of the last call, totals since construction, and skipped calls since training began."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
-        self.restages = self.reselections = 0
+        self.restages = self.reselections = 0  # in all
         self._verdict: Verdict | None = None  # of each call
         self._kinds: Sequence[tuple[str, ...]] = ()  # of parameters, of each norm that a call is judged by
         self._earlier = (0, 0, "")  # before that: calls that were skipped, the last one, its kinds
         self._judged: tuple[Verdict, Sequence[Weight]] | None = None  # in the last call; weights with a gradient
-        self._before = self._last = (0, 0)  # bytes down and up: in all before this call, and in the last one
+        self._before = self._last = Counted(0, 0, 0)  # in all before this call, and in the last one
 
     def follow(self, verdict: Verdict, kinds: Sequence[tuple[str, ...]]) -> None:
         """Look here from now on: kinds of parameters are those of the verdict's norms. Waits for the device."""
@@ -71,11 +80,13 @@ class Meter:
         return last, list(dict.fromkeys(kinds))
 
     def finish_call(self) -> None:
-        now = (self.link.bytes_down, self.link.bytes_up)
-        self._last = (now[0] - self._before[0], now[1] - self._before[1])
-        self._before = now
+        before, self._before = self._before, self._counted()
+        self._last = Counted(*map(sub, self._before, before))
         self.link.stalls.finish_call()
         self.link.crowding.finish_call()
+
+    def _counted(self) -> Counted:
+        return Counted(self.link.bytes_down, self.link.bytes_up, self.restages)
 
     def rho(self) -> tuple[float | None, dict[str, float]]:
         """Share of the squared gradient norm in deferred channels, in the last call: over all weights, and by kind."""
@@ -94,7 +105,6 @@ class Meter:
         """Waits for the device. Times in ms, sizes in bytes."""
         rho, by_kind = self.rho()
         last_skipped, not_finite = self.last_skip()
-        down, up = self._last
         stall_total, stall = (sum(parts) for parts in zip(self.link.stalls.read(), self.link.crowding.read(), strict=True))
         return {
             "grad_norm": None if self._judged is None else float(self._judged[0].norm),
@@ -105,11 +115,12 @@ class Meter:
             "rho_by_kind": by_kind,
             "stall_ms": stall * 1e3,
             "stall_ms_total": stall_total * 1e3,
-            "bytes_down": down,
-            "bytes_up": up,
+            "bytes_down": self._last.down,
+            "bytes_up": self._last.up,
             "bytes_down_total": self.link.bytes_down,
             "bytes_up_total": self.link.bytes_up,
-            "restages": self.restages,
+            "restages": self._last.restages,
+            "restages_total": self.restages,
             "reselections_total": self.reselections,
         }
 

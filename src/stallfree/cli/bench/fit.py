@@ -8,11 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stallfree import channel_dims, planner
+from stallfree import channel_dims, limits, planner
 from stallfree.cli.bench.modes import ADAMW, Mode
-from stallfree.cli.bench.records import GIB
+from stallfree.limits import GIB, SPARE
 
-SPARE = 0.9  # of what is available: allocators round and fragment
 PROCESS_BYTES = 4 * GIB  # of device memory that another library takes in a process of its own: kernels, communication buffers
 
 
@@ -76,4 +75,4 @@ def why_too_large(need: Need, step: int, room: Room) -> str:
 
 def room(device: str) -> Room:
     """What this machine has left now."""
-    return Room(torch.cuda.mem_get_info()[0] if device == "cuda" else None, planner.available_host_bytes())
+    return Room(torch.cuda.mem_get_info()[0] if device == "cuda" else None, limits.available_host_bytes())

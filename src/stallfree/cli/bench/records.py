@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-GIB, MIB = 1 << 30, 1 << 20
+from stallfree.limits import GIB
+
+MIB = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)

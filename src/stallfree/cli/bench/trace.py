@@ -41,13 +41,10 @@ def _mark_clock() -> tuple[int, int]:
 
 
 def host_spans(optimizer: Any) -> list[Span]:
-    """What the optimizer's worker remembers of its work: none where it keeps no history."""
-    history = getattr(optimizer.engine.worker, "history", None)
-    if history is None:
-        return []
+    """What the optimizer's worker remembers of its work."""
     return [
         (f"{ticket}, ready {(begin - gates_open) / 1e6:.2f} ms before", begin, end)
-        for ticket, gates_open, begin, end in history()
+        for ticket, gates_open, begin, end in optimizer.engine.worker.history()
     ]
 
 

@@ -253,7 +253,6 @@ struct stallfree_queue {
       lock.unlock();
       stallfree_queue_entry times = {ticket, 0, 0, 0};
       int64_t elements = 0;
-      const int64_t taken = stallfree::now_ns();
       const int32_t status = run(stallfree::Work(message), &times, &elements);
       lock.lock();
       if (status) {
@@ -266,7 +265,6 @@ struct stallfree_queue {
       history[stats.windows++ % history.size()] = times;
       stats.elements += elements;
       stats.busy_ns += times.end_ns - times.begin_ns;
-      stats.wait_ns += times.gates_open_ns - taken;
       completed = ticket;
       tell(ticket);
     }

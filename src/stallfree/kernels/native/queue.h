@@ -60,7 +60,7 @@ typedef struct stallfree_window {
 } stallfree_window;
 
 typedef struct stallfree_queue_stats {
-  int64_t windows, elements, busy_ns, wait_ns;
+  int64_t windows, elements, busy_ns;
 } stallfree_queue_stats;
 
 typedef struct stallfree_queue_entry {
