@@ -123,6 +123,7 @@ class ZenFlowConfig:
             object.__setattr__(self, "interval_schedule", schedule)
         for name, value in (BASE | PRESETS[self.preset]).items():
             self._fill(name, None, value)
+        self._validate_intervals()
         self._fill("lag", "interval", self.initial_interval)
         self._fill("max_update_interval", None, self.rooms[0])
         if isinstance(self.channel_dim, Mapping):
@@ -146,8 +147,7 @@ class ZenFlowConfig:
     @property
     def rooms(self) -> tuple[int, ...]:
         """What `max_update_interval` may be if it is not given, the best first."""
-        schedule = self.interval_schedule if isinstance(self.interval_schedule, dict) else {}
-        least = max([self.initial_interval, *filter(_is_int, schedule.values())])
+        least = max([self.initial_interval, *(self.interval_schedule or {}).values()])
         larger = [room for room in AUTO_ROOMS if room > least] if self.update_interval == "auto" else []
         return (*larger, least)
 
@@ -157,21 +157,13 @@ class ZenFlowConfig:
 
     # Validation
 
-    def _validate(self) -> None:
-        _require(
-            _is_number(self.topk_ratio) and 0 <= self.topk_ratio <= 1, "topk_ratio", self.topk_ratio, "a share from 0 to 1"
-        )
+    def _validate_intervals(self) -> None:
+        """What other settings follow from."""
         _require(
             self.update_interval == "auto" or _at_least(self.update_interval, 1),
             "update_interval",
             self.update_interval,
             'a whole number of calls, at least 1, or "auto"',
-        )
-        _require(
-            _is_number(self.staleness_budget) and self.staleness_budget > 0,
-            "staleness_budget",
-            self.staleness_budget,
-            "a number of calls above 0",
         )
         schedule = self.interval_schedule
         _require(
@@ -180,6 +172,17 @@ class ZenFlowConfig:
             "interval_schedule",
             schedule,
             "a mapping from calls to values of S, or None",
+        )
+
+    def _validate(self) -> None:
+        _require(
+            _is_number(self.topk_ratio) and 0 <= self.topk_ratio <= 1, "topk_ratio", self.topk_ratio, "a share from 0 to 1"
+        )
+        _require(
+            _is_number(self.staleness_budget) and self.staleness_budget > 0,
+            "staleness_budget",
+            self.staleness_budget,
+            "a number of calls above 0",
         )
         _require(self.rule in ("replay", "mean"), "rule", self.rule, '"replay" or "mean"')
         _require(_at_least(self.lag, 0), "lag", self.lag, "a whole number of calls, at least 0")

@@ -23,6 +23,7 @@ from stallfree.engine.gradient import StagedGradient
 from stallfree.engine.interval import IntervalChange
 from stallfree.engine.pipeline import Engine, Hypers
 from stallfree.engine.sharding import Agreement, RankSums, gradient_of, groups_of, is_sharded, shard_of, whole
+from stallfree.ignored import warn_of_ignored
 from stallfree.kernels.device import Hyper
 from stallfree.telemetry.meter import mean_by_kind
 
@@ -79,6 +80,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             raise ValueError("all parameters are frozen (requires_grad is False): there is nothing to train")
         _refuse_plain_ranks(named)
         check_trainable(named)
+        warn_of_ignored(config, [name for name, _ in self._named(self.param_groups, frozen=True)], stacklevel=3)
         self.config = _agreed(named, planner.with_room(named, config))
         self._engine = self._new_engine(shard_of(named[0][1]).device)
         try:
