@@ -32,7 +32,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     """AdamW whose state lives in host memory, updated beside training.
 
     Important channels of each weight are updated on the device at every step; the others on the host, each gradient with its
-    own AdamW step, visible at most `update_interval + lag - 1` steps late (ZenFlow, arXiv 2505.12242; docs/update-rule.md).
+    own AdamW step, visible at most `S + lag - 1` steps late (ZenFlow, arXiv 2505.12242; docs/update-rule.md). S is
+    `update_interval`; by default that is "auto", which begins with 2 and asks for `max_update_interval` (8) at most.
 
     Args:
         params: parameters, named parameters (recommended: names tell embeddings from linear weights) or param groups.
