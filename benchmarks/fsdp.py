@@ -29,7 +29,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
-from stallfree import channel_dims
 from stallfree.cli.bench.environment import environment
 from stallfree.cli.bench.measure import REHEARSAL, LocalRunner, host_bytes
 from stallfree.cli.bench.modes import ADAMW, FLOOR, LR, Mode, Training, WithOptimizer, build_training, parse_mode
@@ -38,6 +37,7 @@ from stallfree.cli.bench.records import MIB, Result, Round, row
 from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.bench.shapes import build_model, model_config, random_batch
 from stallfree.cli.bench.table import table
+from stallfree.engine.blocks import by_modules
 from stallfree.limits import GIB
 
 CPU_OFFLOAD, DEEPSPEED = "cpu-offload", "deepspeed-zero-offload"
@@ -56,8 +56,8 @@ class ShardedRunner(LocalRunner):
         if self.mode.name == DEEPSPEED:
             return OfAllRanks(model, ids, deepspeed_settings(self.mode, self.settings)), count // dist.get_world_size()
         mode = self.mode
-        if mode.config is not None and mode.config.channel_dim == "auto":  # read off the modules, before they are sharded
-            mode = dataclasses.replace(mode, config=mode.config.replace(channel_dim=channel_dims(model)))
+        if mode.config is not None:
+            mode = dataclasses.replace(mode, config=by_modules(mode.config, model))
         policy = {"offload_policy": CPUOffloadPolicy(pin_memory=self.on_gpu)} if mode.name == CPU_OFFLOAD else {}
         mesh = init_device_mesh(self.settings.device, (dist.get_world_size(),))
         for layer in model.model.layers:

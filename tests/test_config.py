@@ -113,6 +113,17 @@ def test_a_bad_value_is_refused_with_its_name_and_what_is_allowed(name, value):
     assert repr(value) in str(refused.value)
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize(
+    "beside", [dict(interval_schedule={1: 2}), dict(max_update_interval=4), dict(lookahead="auto"), dict()]
+)
+def test_an_interval_is_checked_before_anything_follows_from_it(preset, beside):
+    with pytest.raises(ValueError, match=r"^update_interval must be .*; got 'Auto'$"):
+        ZenFlowConfig(preset=preset, update_interval="Auto", **beside)
+    with pytest.raises(ValueError, match=r"^interval_schedule must be .*; got \{1: 'two'\}$"):
+        ZenFlowConfig(preset=preset, **beside | dict(interval_schedule={1: "two"}))
+
+
 @pytest.mark.parametrize("setting", [dict(update_interval=2), dict(lag=1), dict(topk_ratio=0.1), dict(max_grad_norm=1.0)])
 def test_stronghold_refuses_what_it_cannot_keep(setting):
     with pytest.raises(ValueError, match=rf"(?s){next(iter(setting))}.*stronghold|stronghold.*{next(iter(setting))}"):

@@ -172,6 +172,22 @@ def test_masters_of_what_is_frozen_here_are_taken_too():
     optimizer.close()
 
 
+def test_in_the_middle_of_a_call_what_was_asked_for_is_named():
+    model = nn.Linear(8, 8, bias=False)
+    optimizer = ZenFlowAdamW(model.named_parameters(), preset="stronghold", min_numel=0)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 8)).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model(torch.ones(1, 8)).sum().backward()
+    with pytest.raises(RuntimeError, match=r"^to_adamw_state\(\) between backward and step\(\) is not possible"):
+        to_adamw_state(optimizer)
+    optimizer.step()
+    to_adamw_state(optimizer)
+    optimizer.close()
+
+
 def test_steps_that_differ_by_channel_are_refused_with_the_reason():
     history = dataclasses.replace(
         history_of("long windows"), config=ZenFlowConfig(preset="zenflow", min_numel=0, topk_ratio=0.25)

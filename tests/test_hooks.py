@@ -132,9 +132,8 @@ def test_weights_whose_gradients_come_on_several_streams_are_all_watched():
             optimizer.zero_grad()
         watched[name] = len(optimizer.engine.hooks)
     assert watched == {"apart": 3, "alike": 1}
-    optimizer.engine.link.follow = lambda: (
-        8
-    )  # another stream than before: this call is left to step(), and all are watched again
+    # Another stream than before: this call is left to step(), and all are watched again.
+    optimizer.engine.link.follow = lambda: 8
     model.loss([0, 1, 2], 0).backward()
     assert all(state.staged is None for state in optimizer.engine.weights.values())
     optimizer.step()

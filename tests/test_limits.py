@@ -1,6 +1,8 @@
 """Limits are known before they bite: what is too large is refused with a table, before anything is allocated."""
 
+import ast
 import gc
+import re
 import resource
 from types import SimpleNamespace
 
@@ -119,6 +121,45 @@ def test_a_model_beyond_a_control_group_is_refused_with_the_table(machine, prese
         ZenFlowAdamW([nn.Parameter(torch.ones(1024, 1024))], preset=preset)
     machine.group2("", 400 << 20, 30 << 20)
     ZenFlowAdamW([nn.Parameter(torch.ones(1024, 1024))], preset=preset).close()
+
+
+WAY = re.compile(r"(\w+)=(\S+) \((\d+\.\d\d) GiB\)")
+
+
+@pytest.mark.parametrize("place", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    "settings, interval",
+    [
+        (dict(), []),  # auto, which gives way to 2 before it says so; S=1 needs as much
+        (dict(update_interval=2), []),
+        (dict(update_interval=4), [("update_interval", "2")]),
+        (dict(update_interval=4, max_update_interval=8), [("max_update_interval", "4")]),
+        (dict(max_update_interval=8), [("max_update_interval", "2")]),
+        (dict(interval_schedule={9: 4}, max_update_interval=4, moments_dtype="bfloat16"), []),
+        (dict(preset="zero-offload"), []),
+    ],
+)
+def test_each_way_out_of_a_short_machine_needs_less(monkeypatch, place, settings, interval):
+    device = torch.device(place)
+    named = [(f"{i}.w", nn.Parameter(torch.empty(1 << 13, 1 << 13, device="meta"))) for i in range(8)]
+    monkeypatch.setattr(limits, "available_host_bytes", lambda: GIB)
+    monkeypatch.setattr(planner, "available_device_bytes", lambda device: 1000 * GIB)
+    needed = planner.plan(named, planner.with_room(named, ZenFlowConfig(**settings)))
+    with pytest.raises(MemoryError) as refused:
+        planner.check_fits(needed, device)
+    *_, ways = str(refused.value).splitlines()
+    assert re.search(r"^Ways out: .*a larger machine$", ways)
+    found = WAY.findall(ways)
+    names = {name for name, _, _ in found}
+    assert ("moments_dtype" in names) == ("moments_dtype" not in settings)
+    assert ("preset" in names) == ("preset" not in settings)
+    assert [way[:2] for way in found if "interval" in way[0]] == interval
+    for name, value, size in found:
+        kept = {key: value for key, value in settings.items() if name != "preset" or key == "moments_dtype"}
+        changed = planner.with_room(named, ZenFlowConfig(**kept | {name: ast.literal_eval(value)}))
+        host = planner.plan(named, changed).host_beside(device)
+        assert f"{host / GIB:.2f}" == size
+        assert host < needed.host_beside(device)
 
 
 # The device

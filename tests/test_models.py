@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import PRESETS, inputs, mlp, regression, tokens, train
 
-from stallfree import channel_dims
+from stallfree import ZenFlowConfig, channel_dims
+from stallfree.engine.blocks import by_modules, channel_dim_of
 
 
 @pytest.fixture(params=list(PRESETS))
@@ -155,13 +156,41 @@ def test_transformers_models(device, settings, family):
     if family == "gpt2":
         assert rows == set(dims)  # wte, wpe, and Conv1D everywhere
     else:
-        assert rows == {"model.embed_tokens.weight"}
+        assert rows == {"model.embed_tokens.weight", "lm_head.weight"}
 
     def loss(model, t):
         ids = tokens(t, 20, 2, 8, like=model)
         return model(input_ids=ids, labels=ids).loss
 
     train(model, loss, settings | dict(channel_dim=dims))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", ["Llama", "Qwen2"])
+def test_names_and_modules_give_the_same_channel_axes(family, tied):
+    """Rows for the table and the output layer, which is the same parameter where they are tied."""
+    import transformers
+
+    sizes = dict(vocab_size=20, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2)
+    config = getattr(transformers, f"{family}Config")(tie_word_embeddings=tied, num_key_value_heads=1, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    named = [(name, param) for name, param in model.named_parameters() if param.dim() > 1]
+    dims, tables = channel_dims(model), {"model.embed_tokens.weight", *(() if tied else ["lm_head.weight"])}
+    assert {name: dims[name] for name, _ in named} == {name: channel_dim_of(name, param, "auto") for name, param in named}
+    assert {name for name, _ in named if dims[name] == 0} == tables
+    assert dims["lm_head.weight"] == 0
+
+
+def test_an_embedding_without_a_telling_name_has_rows_and_its_layers_columns():
+    model = nn.ModuleDict({"words": nn.Embedding(20, 12), "proj": nn.Linear(12, 20), "output": nn.Linear(4, 8192, bias=False)})
+    assert channel_dims(model) == {"words.weight": 0, "proj.weight": 1, "output.weight": 0}
+
+
+def test_auto_is_resolved_by_the_model_and_what_is_given_stays():
+    model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3))
+    assert by_modules(ZenFlowConfig(lag=2), model) == ZenFlowConfig(lag=2, channel_dim={"0.weight": 0, "1.weight": 1})
+    for given in (0, {"1": 0}):
+        assert by_modules(ZenFlowConfig(channel_dim=given), model).channel_dim == given
 
 
 @pytest.mark.parametrize(

@@ -23,9 +23,8 @@ class Probe:
         self.selecting = {window.last for window in windows_of(method, 0, calls) if window.selects}
         self.scores: dict[tuple[str, str], Tensor] = {}
         self.masks: dict[tuple[str, str], Tensor] = {}
-        self.energy: dict[
-            tuple[str, str], list[Tensor]
-        ] = {}  # (kind, "all" or an axis) -> squared norm, and that of deferred channels
+        # (kind, "all" or an axis) -> squared norm, and that of deferred channels.
+        self.energy: dict[tuple[str, str], list[Tensor]] = {}
         self.retained: dict[tuple[str, str], list[Tensor]] = {}
 
     def measure(self, grad: Tensor, call: int) -> None:

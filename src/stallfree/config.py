@@ -84,8 +84,10 @@ class ZenFlowConfig:
     select_interval: int = 64
     """Calls between two selections of a block. A new selection takes effect at a close of the block's window."""
     channel_dim: Literal["auto"] | int | Mapping[str, int] = "auto"
-    """Which axis of a `[out, -1]` weight counts channels: 1 input columns, 0 rows. "auto": rows for embedding tables, columns
-    otherwise. A mapping gives the axis by a part of the parameter's name ("embed": 0); what it does not name is "auto"."""
+    """Which axis of a `[out, -1]` weight counts channels: 1 input columns, 0 rows. "auto": rows for embedding tables and
+    output layers (by their names, or at least 8192 rows and 8 times as many as columns), columns otherwise. A mapping gives
+    the axis by a part of the parameter's name ("embed": 0); what it does not name is "auto". `channel_dims(model)` makes one
+    from the model's modules."""
     score_decay: float = 0.9
     """Decay of the exponential mean of squared channel norms that ranks the channels."""
     min_numel: int = 16384
@@ -122,6 +124,7 @@ class ZenFlowConfig:
             object.__setattr__(self, "interval_schedule", schedule)
         for name, value in (BASE | PRESETS[self.preset]).items():
             self._fill(name, None, value)
+        self._validate_intervals()
         self._fill("lag", "interval", self.initial_interval)
         self._fill("max_update_interval", None, self.rooms[0])
         if isinstance(self.channel_dim, Mapping):
@@ -145,8 +148,7 @@ class ZenFlowConfig:
     @property
     def rooms(self) -> tuple[int, ...]:
         """What `max_update_interval` may be if it is not given, the best first."""
-        schedule = self.interval_schedule if isinstance(self.interval_schedule, dict) else {}
-        least = max([self.initial_interval, *filter(_is_int, schedule.values())])
+        least = max([self.initial_interval, *(self.interval_schedule or {}).values()])
         larger = [room for room in AUTO_ROOMS if room > least] if self.update_interval == "auto" else []
         return (*larger, least)
 
@@ -156,21 +158,13 @@ class ZenFlowConfig:
 
     # Validation
 
-    def _validate(self) -> None:
-        _require(
-            _is_number(self.topk_ratio) and 0 <= self.topk_ratio <= 1, "topk_ratio", self.topk_ratio, "a share from 0 to 1"
-        )
+    def _validate_intervals(self) -> None:
+        """What other settings follow from."""
         _require(
             self.update_interval == "auto" or _at_least(self.update_interval, 1),
             "update_interval",
             self.update_interval,
             'a whole number of calls, at least 1, or "auto"',
-        )
-        _require(
-            _is_number(self.staleness_budget) and self.staleness_budget > 0,
-            "staleness_budget",
-            self.staleness_budget,
-            "a number of calls above 0",
         )
         schedule = self.interval_schedule
         _require(
@@ -179,6 +173,17 @@ class ZenFlowConfig:
             "interval_schedule",
             schedule,
             "a mapping from calls to values of S, or None",
+        )
+
+    def _validate(self) -> None:
+        _require(
+            _is_number(self.topk_ratio) and 0 <= self.topk_ratio <= 1, "topk_ratio", self.topk_ratio, "a share from 0 to 1"
+        )
+        _require(
+            _is_number(self.staleness_budget) and self.staleness_budget > 0,
+            "staleness_budget",
+            self.staleness_budget,
+            "a number of calls above 0",
         )
         _require(self.rule in ("replay", "mean"), "rule", self.rule, '"replay" or "mean"')
         _require(_at_least(self.lag, 0), "lag", self.lag, "a whole number of calls, at least 0")

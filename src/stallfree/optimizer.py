@@ -23,6 +23,7 @@ from stallfree.engine.gradient import StagedGradient
 from stallfree.engine.interval import IntervalChange
 from stallfree.engine.pipeline import Engine, Hypers
 from stallfree.engine.sharding import Agreement, RankSums, gradient_of, groups_of, shard_of, whole
+from stallfree.ignored import warn_of_ignored
 from stallfree.kernels.device import Hyper
 from stallfree.telemetry.meter import mean_by_kind
 
@@ -31,7 +32,8 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     """AdamW whose state lives in host memory, updated beside training.
 
     Important channels of each weight are updated on the device at every step; the others on the host, each gradient with its
-    own AdamW step, visible at most `update_interval + lag - 1` steps late (ZenFlow, arXiv 2505.12242; docs/update-rule.md).
+    own AdamW step, visible at most `S + lag - 1` steps late (ZenFlow, arXiv 2505.12242; docs/update-rule.md). S is
+    `update_interval`; by default that is "auto", which begins with 2 and asks for `max_update_interval` (8) at most.
 
     Args:
         params: parameters, named parameters (recommended: names tell embeddings from linear weights) or param groups.
@@ -79,6 +81,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             raise ValueError("all parameters are frozen (requires_grad is False): there is nothing to train")
         joining.check_ranks(named)
         check_trainable(named)
+        warn_of_ignored(config, [name for name, _ in self._named(self.param_groups, frozen=True)], stacklevel=3)
         self.config = _agreed(named, planner.with_room(named, config))
         self._engine = self._new_engine(shard_of(named[0][1]).device)
         try:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +16,15 @@ from stallfree.engine.ring import ring_bytes
 from stallfree.engine.slots import plan_slots
 from stallfree.limits import GIB, SPARE
 
+Named = Sequence[tuple[str, nn.Parameter]]
+
 
 @dataclass(frozen=True)
 class Plan:
     """Bytes by place and purpose, beyond weights and gradients."""
 
+    named: Named = field(repr=False, compare=False)
+    config: ZenFlowConfig = field(repr=False, compare=False)
     host_state: int
     host_slots: int
     device_state: int
@@ -48,7 +53,7 @@ class Plan:
         return "\n".join(f"  {label:<58}{size / GIB:9.3f} GiB" for label, size in rows)
 
 
-def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig, device: str | None = None) -> Plan:
+def plan(named: Named, config: ZenFlowConfig, device: str | None = None) -> Plan:
     """Needs no memory: works for parameters on the meta device too. device: what kind they will be on; None: where they are."""
     residents, weights = classify(named, config)
     moment = 4 if config.moments_dtype == "float32" else 2
@@ -62,10 +67,10 @@ def plan(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig, devic
     on_gpu = any((device or weight.shard.device.type) == "cuda" for weight in weights)
     staging = sum(ring_bytes(blocks)) if on_gpu else 0
     resident = sum(item.numel * (12 + item.dtype.itemsize) for item in residents)
-    return Plan(state, plan_slots(blocks, config).nbytes, divided + resident, staging)
+    return Plan(named, config, state, plan_slots(blocks, config).nbytes, divided + resident, staging)
 
 
-def with_room(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> ZenFlowConfig:
+def with_room(named: Named, config: ZenFlowConfig) -> ZenFlowConfig:
     """Settings with a `max_update_interval` that host memory has room for, if it is left to be chosen.
 
     The largest that leaves a tenth of what is available; if none does, the smallest, for `check_fits` to judge.
@@ -91,15 +96,43 @@ def check_fits(needed: Plan, device: torch.device | None = None, least: Callable
     if least(spare) >= 0:
         return
     if spare >= 0:
-        raise MemoryError(f"the optimizer state does not fit on another rank; here it needs:\n{needed.table()}")
+        raise MemoryError(
+            f"the optimizer state does not fit on another rank; here it needs:\n{needed.table()}\n{ways_out(needed, device)}"
+        )
     if host > available:
         raise MemoryError(
             f"the optimizer state needs {host / GIB:.2f} GiB of host memory; {available / GIB:.2f} GiB are available:\n"
-            f"{needed.table()}\n"
-            "Ways out: moments_dtype='bfloat16', a smaller update_interval, a larger topk_ratio, or a larger machine"
+            f"{needed.table()}\n{ways_out(needed, device)}"
         )
     raise MemoryError(
         f"the optimizer state needs {needed.device / GIB:.2f} GiB of memory on {device}; {free / GIB:.2f} GiB are free:\n"
         f"{needed.table()}\n"
         "Ways out: a smaller topk_ratio, a smaller min_numel, or less on the GPU beside it"
     )
+
+
+def ways_out(needed: Plan, device: torch.device | None) -> str:
+    """The settings that need less host memory than these, each with what it needs."""
+    named, config, ways = needed.named, needed.config, []
+    for text, choice in _lighter(config):
+        host = plan(named, choice).host_beside(device)
+        if host < needed.host_beside(device):
+            ways.append(f"{text} ({host / GIB:.2f} GiB)")
+    return f"Ways out: {', '.join([*ways, 'a larger machine'])}"
+
+
+def _lighter(config: ZenFlowConfig) -> list[tuple[str, ZenFlowConfig]]:
+    """Settings that may need less; which do depends on the sizes of the blocks."""
+    least = config.rooms[-1]  # that the first S and the schedule need
+    changes: list[dict[str, Any]] = [dict(moments_dtype="bfloat16"), dict(topk_ratio=0.0)]
+    if config.max_update_interval > least:
+        changes.append(dict(max_update_interval=least))
+    elif least > 1 and config.interval_schedule is None:
+        changes.append(dict(update_interval=2 if least > 2 else 1))
+    choices = []
+    for change in changes:
+        ((name, value),) = change.items()
+        room = {"max_update_interval": value} if name == "update_interval" else {}
+        choices.append((f"{name}={value!r}", config.replace(**change, **room)))
+    kept = {name: getattr(config, name) for name in ("moments_dtype", "min_numel", "channel_dim", "block_numel")}
+    return [*choices, ("preset='zero-offload'", ZenFlowConfig(preset="zero-offload", **kept))]

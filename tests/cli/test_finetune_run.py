@@ -157,6 +157,18 @@ def test_settings_that_were_edited_are_refused(finetune, sums, tmp_path, stop_af
     resume_here(tmp_path / "out")
 
 
+def test_a_resumed_run_saves_as_it_is_told_now(finetune, sums, tmp_path, stop_after, monkeypatch):
+    stop_after(3)
+    assert finetune(data=sums, steps=6, **QUICK)[0] == 130
+    stop_after(6)
+    assert finetune("--resume", save_every=2, on_save_error="continue")[0] == 130
+    saved = yaml.safe_load((tmp_path / "out" / "settings.yaml").read_text())
+    assert (saved["save_every"], saved["on_save_error"], saved["steps"]) == (2, "continue", 6)
+    # One after step 3, then after 4 and 6, of which two are kept.
+    checkpoints = sorted(path.name for path in (tmp_path / "out" / "checkpoints").glob("checkpoint-*"))
+    assert checkpoints == ["checkpoint-00000002", "checkpoint-00000003"]
+
+
 def test_a_complete_run_has_nothing_to_resume(finetune, sums):
     finetune(data=sums, steps=1, **QUICK)
     code, _, err = finetune("--resume")

@@ -7,7 +7,7 @@ import pytest
 from stallfree.cli.errors import UsageError, did_you_mean
 from stallfree.cli.finetune import machine
 from stallfree.cli.finetune.optimizer import warmup_steps
-from stallfree.cli.finetune.settings import FinetuneSettings, load_settings, save_settings
+from stallfree.cli.finetune.settings import FREE, FinetuneSettings, load_settings, save_settings
 from stallfree.cli.flags import ACTIONS, flag, markdown_table
 
 NEEDED = {"model": "tiny", "data": "x.txt"}
@@ -144,6 +144,26 @@ def test_saved_settings_are_those_of_the_resumed_run(tmp_path):
     assert load_settings({"output": str(tmp_path), "lr": "0.0003", "set": ["topk_ratio=0.2"]}, resume=True) == settings
     with pytest.raises(UsageError, match=r"^--lr was 0.0003 in the run in .*, not 0.1: leave it out, or start anew"):
         load_settings({"output": str(tmp_path), "lr": "0.1"}, resume=True)
+
+
+def test_a_resumed_run_may_write_otherwise_and_remembers_it(tmp_path):
+    settings = load_settings(NEEDED | {"save_every": "5", "output": str(tmp_path)})
+    save_settings(settings, tmp_path)
+    given = {"output": str(tmp_path), "save_every": "7", "on_save_error": "continue", "log_every": "3"}
+    resumed = load_settings(given, resume=True)
+    assert resumed == settings.model_copy(update={"save_every": 7, "on_save_error": "continue", "log_every": 3})
+    save_settings(resumed, tmp_path)
+    assert load_settings({"output": str(tmp_path)}, resume=True) == resumed
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.yaml"]
+
+
+@pytest.mark.parametrize("name", sorted(FinetuneSettings.model_fields.keys() - FREE - {"output", "nproc"}))
+def test_what_decides_a_run_stays_as_it_was(tmp_path, name):
+    other = {"set": ["lag=2"], "betas": "0.8,0.9", "gradient_checkpointing": True, "sample_prompt": "?", "model": "other"}
+    other |= {"data": "y.txt", "schedule": "linear", "dtype": "float32", "device": "cpu", "preset": "zero-offload"}
+    save_settings(load_settings(NEEDED | {"output": str(tmp_path)}), tmp_path)
+    with pytest.raises(UsageError, match=rf"^{flag(name)} was .*: leave it out, or start anew with --overwrite"):
+        load_settings({"output": str(tmp_path), name: other.get(name, "9")}, resume=True)
 
 
 def test_docs_list_every_flag():

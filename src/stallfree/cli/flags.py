@@ -15,7 +15,10 @@ from pydantic.fields import FieldInfo
 DEBUG: dict[str, tuple[type, str]] = {"debug": (bool, "Show the traceback of an error.")}
 ACTIONS: dict[str, tuple[type, str]] = {
     "config": (str, "YAML file with settings, named like the flags; flags win."),
-    "resume": (bool, "Continue the interrupted run in --output, bit for bit; its settings are read from there."),
+    "resume": (
+        bool,
+        "Continue the interrupted run in --output, bit for bit, with its settings; how it logs and saves may change.",
+    ),
     "overwrite": (bool, "Start anew in a --output that is not empty."),
     **DEBUG,
 }

@@ -22,7 +22,7 @@ ALIGNMENT = 64  # elements
 STATE = ("master", "exp_avg", "exp_avg_sq")  # AdamW's, of an element
 SHARES = 2  # of topk_ratio, for a rank that holds some of the channels: the best are not spread evenly
 TABLE_NAMES = re.compile(r"embed|wte|wpe|word_embeddings|lookup|lm_head", re.IGNORECASE)
-TABLE_ROWS, TABLE_RATIO = 8192, 8  # an unnamed parameter with that many rows, that many times its columns, is a table too
+TABLE_ROWS, TABLE_RATIO = 8192, 8  # a parameter with that many rows, that many times its columns, is a table by any name
 
 
 @dataclass(eq=False)
@@ -146,7 +146,8 @@ def kind_of(name: str, param: Tensor) -> str:
 def channel_dims(model: nn.Module) -> dict[str, int]:
     """The channel axis of every weight, read off the modules that own them, for `ZenFlowConfig(channel_dim=...)`.
 
-    Rows for embedding tables, input channels for everything else, also where a module stores them as rows (GPT-2's Conv1D).
+    As "auto" has it, and better where a module tells more than a name: rows for every embedding table, and for weights that
+    store input channels as rows (GPT-2's Conv1D).
 
     >>> channel_dims(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3)))
     {'0.weight': 0, '1.weight': 1}
@@ -154,14 +155,19 @@ def channel_dims(model: nn.Module) -> dict[str, int]:
     axes: dict[str, int] = {}
     seen: dict[int, int] = {}
     for path, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False):
+        for name, param in module.named_parameters(prefix=path, recurse=False):
             if param.dim() < 2:
                 continue
             transposed = type(module).__name__ == "Conv1D" and param.dim() == 2 and hasattr(module, "nf")
             by_rows = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or transposed
-            axis = seen.setdefault(id(param), 0 if by_rows else 1)  # tied weights: whoever comes first, the embedding
-            axes[f"{path}.{name}" if path else name] = axis
+            axis = 0 if by_rows else channel_dim_of(name, param, "auto")
+            axes[name] = seen.setdefault(id(param), axis)  # tied weights: whoever comes first, the embedding
     return axes
+
+
+def by_modules(config: ZenFlowConfig, model: nn.Module) -> ZenFlowConfig:
+    """`config` with channel axes by `channel_dims` where it leaves them to "auto"."""
+    return config.replace(channel_dim=channel_dims(model)) if config.channel_dim == "auto" else config
 
 
 def channel_dim_of(name: str, param: Tensor, setting: Any) -> int:

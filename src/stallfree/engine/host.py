@@ -182,8 +182,10 @@ def host_cores(config: ZenFlowConfig, on_gpu: bool) -> tuple[int, list[int] | No
     """Threads of the host kernel, and the cores to pin them to (None: not pinned).
 
     With a GPU the training thread and the data loader keep two cores. Without one, training itself computes on the cores,
-    and the host kernel takes half of them.
+    and the host kernel takes half of them. With host_kernel="torch" one thread calls torch, which has threads of its own.
     """
+    if config.host_kernel == "torch":
+        return 1, None
     cores = available_cores()
     share = max(1, len(cores) - 2 if on_gpu else len(cores) // 2)
     threads = share if config.host_threads == "auto" else config.host_threads

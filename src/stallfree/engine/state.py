@@ -79,7 +79,7 @@ def _prepare(engine: Engine, what: str) -> None:
 @torch.no_grad()
 def finished(engine: Engine) -> dict[nn.Parameter, Entry]:
     """AdamW's state as a flush would leave it, in copies on the host, parameter-shaped; changes nothing."""
-    _prepare(engine, "leaving")
+    _prepare(engine, "to_adamw_state()")
     entries = {param: _finished_weight(engine, state) for param, state in engine.weights.items()}
     for param, resident in engine.residents.items():
         entries[param] = {name: whole(param, getattr(resident, name).to("cpu", copy=True)) for name in STATE}

@@ -16,6 +16,10 @@ from stallfree.engine.window import BlockState, WeightState
 if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
 
+INSIDE = (
+    "not possible inside exact_weights(), where the model holds other weights than training's: leave the context first, then "
+    "step, save, load or flush"
+)
 HABIT = 4  # calls; a weight that is written in all but one of them is written all the time
 
 
@@ -82,7 +86,7 @@ def exact_weights(engine: Engine) -> Iterator[None]:
             for block in engine.blocks:
                 _show_exact(engine, block)
             engine.ledger.mark()
-            engine.paused = "inside exact_weights(): leave the context before training on"
+            engine.paused = INSIDE
         yield
     finally:
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 
 import torch
@@ -18,9 +17,6 @@ def host_kernel(name: str, threads: int, cores: Sequence[int] | None) -> HostKer
     """The kernel that `ZenFlowConfig.host_kernel` names, with its threads, pinned to cores unless those are None."""
     if name == "torch":
         from stallfree.kernels.replay import TorchReplay
-
-        if cores is not None:
-            warnings.warn('host_kernel="torch" has torch\'s threads: pin_host_threads is ignored', stacklevel=2)
 
         return TorchReplay()
     from stallfree.kernels.native import NativeReplay

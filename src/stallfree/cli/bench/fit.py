@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from stallfree import channel_dims, limits, planner
+from stallfree import limits, planner
 from stallfree.cli.bench.modes import ADAMW, Mode
+from stallfree.engine.blocks import by_modules
 from stallfree.limits import GIB, SPARE
 
 PROCESS_BYTES = 4 * GIB  # of device memory that another library takes in a process of its own: kernels, communication buffers
@@ -37,9 +38,7 @@ def needs(mode: Mode, model: nn.Module, device: str) -> Need:
     params = list(model.named_parameters())
     weights = sum(param.nbytes for _, param in params)
     if mode.config is not None:
-        config = mode.config
-        if config.channel_dim == "auto":
-            config = config.replace(channel_dim=channel_dims(model))
+        config = by_modules(mode.config, model)
         plan = planner.plan(params, planner.with_room(params, config), device)
         return Need(weights + plan.device_state + plan.device_staging, plan.host, False)
     if mode.peer is not None:

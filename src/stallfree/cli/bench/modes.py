@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stallfree import PRESETS, ZenFlowAdamW, ZenFlowConfig, channel_dims
+from stallfree import PRESETS, ZenFlowAdamW, ZenFlowConfig
 from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.errors import UsageError, did_you_mean
 from stallfree.cli.flags import parse_value
+from stallfree.engine.blocks import by_modules
 
 FLOOR, ADAMW = "floor", "adamw"
 LR = 1e-5
@@ -171,9 +172,7 @@ class WithStallfree(WithOptimizer):
 def build_training(mode: Mode, model: nn.Module, ids: Tensor, settings: BenchSettings) -> Training:
     """Whatever memory the mode needs is taken here or in its first steps."""
     if mode.config is not None:
-        config = mode.config
-        if config.channel_dim == "auto":
-            config = config.replace(channel_dim=channel_dims(model))
+        config = by_modules(mode.config, model)
         return WithStallfree(model, ids, ZenFlowAdamW(model.named_parameters(), lr=LR, config=config))
     if mode.name == ADAMW:
         return WithOptimizer(model, ids, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))

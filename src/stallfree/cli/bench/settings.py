@@ -10,9 +10,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from stallfree.cli.errors import UsageError
-from stallfree.cli.flags import DEBUG, first_mistake, flag, setting
+from stallfree.cli.flags import first_mistake, flag, setting
 
-ACTIONS = DEBUG
 OUTPUT_FILE = "step.json"  # in a directory given as --output
 
 

@@ -7,9 +7,10 @@ import math
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from stallfree import ZenFlowAdamW, ZenFlowConfig, channel_dims
+from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune.settings import FinetuneSettings
+from stallfree.engine.blocks import by_modules
 
 
 def build_optimizer(model: nn.Module, settings: FinetuneSettings, config: ZenFlowConfig) -> ZenFlowAdamW:
@@ -18,8 +19,6 @@ def build_optimizer(model: nn.Module, settings: FinetuneSettings, config: ZenFlo
     Raises:
         UsageError: if its state does not fit into memory, or the optimizer refuses this machine.
     """
-    if config.channel_dim == "auto":
-        config = config.replace(channel_dim=channel_dims(model))
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     groups = [
         {"params": [pair for pair in trained if pair[1].dim() >= 2], "weight_decay": settings.weight_decay},
@@ -27,7 +26,7 @@ def build_optimizer(model: nn.Module, settings: FinetuneSettings, config: ZenFlo
     ]
     groups = [group for group in groups if group["params"]]
     try:
-        return ZenFlowAdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, config=config)
+        return ZenFlowAdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, config=by_modules(config, model))
     except (MemoryError, RuntimeError) as error:
         raise UsageError(str(error)) from error
 

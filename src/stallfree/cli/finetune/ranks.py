@@ -30,9 +30,8 @@ from stallfree.cli.errors import UsageError
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # that torchrun sets
 LAUNCHER = "STALLFREE_LAUNCHER"  # where `--nproc` started this one: a pipe that its process holds open
 FAILURES = "stallfree/failures"  # counts them, in the store that the launcher holds
-LONGEST = timedelta(
-    minutes=30
-)  # that a rank may wait for the others; a launcher ends those that wait for a dead one long before
+# That a rank may wait for the others; a launcher ends those that wait for a dead one long before.
+LONGEST = timedelta(minutes=30)
 PATIENCE = 1.0  # seconds that an error waits for one nearer to the cause
 LEAVING = 15  # seconds after an error until the process is ended, whatever its libraries still wait for
 EXIT_FAILED = 1
@@ -117,9 +116,8 @@ def joined(*, silence: bool = True) -> Iterator[Ranks]:
             raise
         signal.alarm(LEAVING)
         shown = _shown(error, rank)
-        turn = (
-            (rank > 0) if shown is error else 2
-        )  # rank 0 tells what all ranks say; who misses another rank waits for its reason
+        # Rank 0 tells what all ranks say; who misses another rank waits for its reason.
+        turn = (rank > 0) if shown is error else 2
         if not _is_first(store, turn * PATIENCE):
             raise typer.Exit(EXIT_FAILED) from None
         sys.stderr.flush()

@@ -134,7 +134,7 @@ class Run:
             with self._way_out():
                 if saved is None:
                     _clear(self.output)
-                    save_settings(settings, self.output)
+                save_settings(settings, self.output)
                 self.log = MetricsLog(self.output, step=training.step, evaluated=set(self.evaluations))
 
     def go(self) -> int:

@@ -17,6 +17,7 @@ from stallfree.config import FIELDS, PRESETS, ZenFlowConfig
 
 SETTINGS_FILE = "settings.yaml"  # in the output directory: what --resume reads
 MODEL_NAMES = ("smollm2-135m", "tiny")  # that need no directory
+FREE = frozenset({"log_every", "save_every", "on_save_error"})  # of what is written: a resumed run may change them
 
 
 class FinetuneSettings(BaseModel):
@@ -105,8 +106,7 @@ class FinetuneSettings(BaseModel):
 
     def decisive(self) -> dict[str, Any]:
         """Those that the rest of a run depends on, as they are saved. Data and tokenizer have a fingerprint instead."""
-        others = {"model", "data", "output", "nproc", "device", "log_every", "save_every", "on_save_error"}
-        return self.model_dump(mode="json", exclude=others)
+        return self.model_dump(mode="json", exclude={"model", "data", "output", "nproc", "device", *FREE})
 
     def eval_interval(self, steps: int) -> int:
         """Steps between evaluations in a run of `steps`; 0: before and after only."""
@@ -180,9 +180,14 @@ def load_settings(given: Mapping[str, Any], *, resume: bool = False) -> Finetune
 
 
 def save_settings(settings: FinetuneSettings, directory: Path) -> None:
-    """Write what `--resume` reads."""
+    """Write what `--resume` reads; a full disk leaves what was there."""
     text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
-    (directory / SETTINGS_FILE).write_text(text, encoding="utf-8")
+    path = directory / SETTINGS_FILE
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
+    partial = path.with_suffix(".partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def _resumed(given: dict[str, Any]) -> FinetuneSettings:
@@ -197,15 +202,14 @@ def _resumed(given: dict[str, Any]) -> FinetuneSettings:
     asked = _validate(saved.model_dump() | given | {"set": saved.set | given.get("set", {})})
     if saved.nproc is None and asked.nproc is not None:
         raise UsageError(f"the run in {directory} began as one process, and can go on as that only: leave --nproc out")
+    # Any number of ranks can go on, with the batch of the number that is saved.
     for name in FinetuneSettings.model_fields:
-        if name != "nproc" and getattr(saved, name) != getattr(
-            asked, name
-        ):  # any number of ranks can go on, with the same batch
+        if name not in {*FREE, "nproc"} and getattr(saved, name) != getattr(asked, name):
             raise UsageError(
                 f"{flag(name)} was {getattr(saved, name)} in the run in {directory}, not {getattr(asked, name)}: "
                 f"leave it out, or start anew with --overwrite instead of --resume"
             )
-    return saved
+    return saved.model_copy(update={name: getattr(asked, name) for name in FREE})
 
 
 def _validate(
