@@ -5,6 +5,7 @@ Every change is logged and recorded; `interval_schedule` repeats a record withou
 
 from __future__ import annotations
 
+import json
 import logging
 import statistics
 import time
@@ -208,11 +209,14 @@ class IntervalTuner:
     # Saving and loading
 
     def state(self) -> dict[str, Any]:
-        return {"by_user": self.by_user, "history": [list(change) for change in self.history]}
+        """The record is text, one value: torch sets a full state only if the lists in it are as long as those that are here."""
+        return {"by_user": self.by_user, "history": json.dumps(self.history)}
 
     def load(self, clock: Clock, saved: dict[str, Any], same: bool) -> None:
         """Take over the record and, if the saved run's setting of S is this one's, what its user set."""
-        self.history = [IntervalChange(*change) for change in saved.get("history", ())]
+        history = saved.get("history", "[]")
+        changes = json.loads(history) if isinstance(history, str) else history  # earlier states have lists
+        self.history = [IntervalChange(*change) for change in changes]
         if same:
             self.by_user = saved.get("by_user", False)
         self._next, self._basis, self._earlier, self._wanted = 0, None, None, None
