@@ -152,6 +152,24 @@ def test_with_a_slow_host_what_is_saved_is_the_same(tmp_path, seed):
     player.close()
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("calls", [0, 13])
+def test_a_full_state_is_set_as_one_after_a_flush(dtype, calls):
+    """With the option, torch takes apart what is in flight; without, as above, it is carried whole."""
+    history = history_of("zero-offload-dpu", dtype)
+    player, fresh = Player(history), Player(dataclasses.replace(history, seed=1))
+    options = StateDictOptions(cpu_offload=True, full_state_dict=True)
+    player.play(calls)
+    player.flushed()
+    state = get_optimizer_state_dict(Model(player), player.optimizer, options=options)
+    if not calls:  # then there are no weights in it
+        fresh.close()
+        fresh = Player(history)
+    set_optimizer_state_dict(Model(fresh), fresh.optimizer, state, options=options)
+    fresh.history, fresh.t = history, calls
+    assert_identical(rest_of(fresh), rest_of(player))
+
+
 def test_a_new_process_continues_bit_identically(tmp_path):
     history, t = small_history(24), 16
     expected, player = run(history), Player(history)

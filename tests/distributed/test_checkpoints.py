@@ -20,7 +20,13 @@ from nets import (
     weights,
 )
 from ranks import on_host
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 from stallfree import ZenFlowAdamW
@@ -36,6 +42,28 @@ def load(run: Run, directory: Path, more_ranks: bool = False) -> None:
     state = {"model": model, "optimizer": optimizer}
     dcp.load(state, checkpoint_id=directory, planner=dcp.DefaultLoadPlanner(allow_partial_load=more_ranks))
     set_state_dict(run.model, run.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+OPTIONS = {  # to set a full state with
+    "from all": FULL,
+    "from the first": StateDictOptions(full_state_dict=True, cpu_offload=True, broadcast_from_rank0=True),
+}
+
+
+def save_full(run: Run, path: Path) -> None:
+    """In one file, by the first rank."""
+    model, optimizer = get_state_dict(run.model, run.optimizer, options=FULL)
+    if torch.distributed.get_rank() == 0:
+        torch.save({"model": model, "optimizer": optimizer}, path)
+    torch.distributed.barrier()
+
+
+def load_full(run: Run, path: Path, options: StateDictOptions = FULL) -> None:
+    reads = torch.distributed.get_rank() == 0 or not options.broadcast_from_rank0
+    state = torch.load(path, weights_only=True) if reads else {"model": {}, "optimizer": {}}
+    set_model_state_dict(run.model, state["model"], options=options)
+    set_optimizer_state_dict(run.model, run.optimizer, state["optimizer"], options=options)
 
 
 def resumes(rank, way, settings, directory, step):
@@ -77,16 +105,16 @@ def test_a_resumed_hybrid_run_is_bit_identical(four, tmp_path):
     four.run(resumes, "hybrid", PRESETS["stallfree"], tmp_path, 6)
 
 
-def stage(rank, way, settings, source, more_ranks, since, until, target):
-    """Part of a run: from a checkpoint to a flush and another checkpoint."""
+def stage(rank, way, settings, source, more_ranks, since, until, target, full=None):
+    """Part of a run: from a checkpoint to a flush and another checkpoint. full: the options to set full states with."""
     run = Run.of(way, settings)
     if source is not None:
-        load(run, source, more_ranks)
+        load_full(run, source, full) if full else load(run, source, more_ranks)
     run.call = since
     seen = run.play(until)
     seen.append(run.flushed())
     if target is not None:
-        save(run, target)
+        save_full(run, target) if full else save(run, target)
     run.optimizer.close()
     return seen
 
@@ -170,15 +198,16 @@ def interrupted(settings):
 
 
 @pytest.mark.parametrize("preset", ["deferred", "stallfree"])
-def test_after_a_flush_a_run_goes_on_over_another_number_of_ranks(route, tmp_path, preset):
+@pytest.mark.parametrize("full", [None, *OPTIONS.values()], ids=["sharded", *OPTIONS])
+def test_after_a_flush_a_run_goes_on_over_another_number_of_ranks(route, tmp_path, preset, full):
     """Without a selection no bit changes; with one, channels are selected anew, and flushed weights are
     AdamW's as ever."""
     settings, since, source = PRESETS[preset] | dict(channel_dim=1), 0, None
     expected = interrupted(settings)
     saved_by = 1
     for place, (ranks, stop) in enumerate(zip(route, STOPS, strict=True)):
-        target = tmp_path / str(place)
-        seen = ranks.run(stage, "sharded", settings, source, ranks.world > saved_by, since, stop, target)[0]
+        target, how = tmp_path / str(place), FULL if full and saved_by == 1 else full
+        seen = ranks.run(stage, "sharded", settings, source, ranks.world > saved_by, since, stop, target, how)[0]
         if preset == "deferred":
             equal(seen, expected[place], f"part {place}")
         else:
@@ -203,6 +232,103 @@ def refuses(rank, directory):
 def test_what_is_in_flight_is_refused_on_another_number_of_ranks_with_the_way_out(two, four, tmp_path):
     two.run(saved_mid_window, tmp_path)
     four.run(refuses, tmp_path)
+
+
+# Full states
+
+
+def resumes_whole(rank, way, options, path):
+    """On the same ranks, after a flush."""
+    run = Run.of(way, PRESETS["deferred"], alike=False)
+    run.play(4)
+    run.optimizer.set_update_interval(2)
+    run.play(7)
+    run.flushed()
+    save_full(run, path)
+    expected = [*run.play(CALLS), run.flushed()]
+    fresh = Run.of(way, PRESETS["deferred"], alike=False)
+    load_full(fresh, path, options)
+    assert fresh.optimizer.interval_history == run.optimizer.interval_history
+    fresh.call = 7
+    equal([*fresh.play(CALLS), fresh.flushed()], expected)
+    run.optimizer.close()
+    fresh.optimizer.close()
+
+
+@pytest.mark.parametrize("ranks, way", [("two", "sharded"), ("two", "by_columns"), ("four", "hybrid")])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_run_resumed_from_a_full_state_is_bit_identical_without_a_selection(request, tmp_path, ranks, way, options):
+    request.getfixturevalue(ranks).run(resumes_whole, way, options, tmp_path / "full")
+
+
+def resumes_whole_in_two_dimensions(rank, options, path):
+    run = Real("deferred")
+    run.play(8)
+    run.optimizer.flush()
+    save_full(run, path)
+    expected = run.play(CALLS)
+    fresh = Real("deferred")
+    load_full(fresh, path, options)
+    fresh.call = 8
+    equal([fresh.play(CALLS)], [expected])
+    run.optimizer.close()
+    fresh.optimizer.close()
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_run_over_two_dimensions_resumes_from_a_full_state(four, tmp_path, options):
+    four.run(resumes_whole_in_two_dimensions, options, tmp_path / "full")
+
+
+def refuses_what_one_process_broadcasts(rank, path):
+    run = Run.of("sharded", PRESETS["stallfree"] | dict(channel_dim=1))
+    try:
+        load_full(run, path, OPTIONS["from the first"])
+    except ValueError as error:
+        return str(error)
+    finally:
+        run.optimizer.close()
+
+
+def test_a_full_state_that_torch_broadcasts_in_another_order_is_refused_with_the_way_out(one, two, tmp_path):
+    """From one process its tensors are not contiguous, and it sends their memory."""
+    one.run(stage, "sharded", PRESETS["stallfree"] | dict(channel_dim=1), None, False, 0, 5, tmp_path / "full", FULL)
+    assert "load it without broadcast_from_rank0" in two.run(refuses_what_one_process_broadcasts, tmp_path / "full")[1]
+
+
+def refuses_what_is_in_flight_in_a_full_state(rank, path):
+    run = Run.of("sharded", PRESETS["stallfree"])
+    run.play(7)
+    save_full(run, path)
+    state = torch.load(path, weights_only=True)["optimizer"] if rank == 0 else {}
+    for calls in (0, 7):  # with nothing in flight, and with as much: the others' own would stay beside the first one's
+        fresh = Run.of("sharded", PRESETS["stallfree"])
+        fresh.play(calls)
+        with pytest.raises(ValueError, match=r"mid-window.*full_state_dict.*flush\(\) before"):
+            set_optimizer_state_dict(fresh.model, fresh.optimizer, state, options=OPTIONS["from the first"])
+        fresh.optimizer.close()
+    run.optimizer.close()
+
+
+def test_what_is_in_flight_in_a_full_state_is_refused_on_every_rank_with_the_way_out(two, tmp_path):
+    two.run(refuses_what_is_in_flight_in_a_full_state, tmp_path / "full")
+
+
+def refuses_a_full_state_without_the_option(rank, path):
+    run = Run.of("sharded", PRESETS["stallfree"])
+    run.play(7)
+    run.optimizer.flush()
+    save_full(run, path)
+    state = torch.load(path, weights_only=True)["optimizer"]
+    before = weights(run.model)
+    with pytest.raises(ValueError, match=r"set_optimizer_state_dict with .*full_state_dict=True"):
+        set_optimizer_state_dict(run.model, run.optimizer, state)
+    equal([weights(run.model)], [before])
+    run.optimizer.close()
+
+
+def test_a_full_state_is_refused_without_the_option_that_spreads_it(two, tmp_path):
+    two.run(refuses_a_full_state_without_the_option, tmp_path / "full")
 
 
 def whole_state(rank):

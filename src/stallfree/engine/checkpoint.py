@@ -97,7 +97,7 @@ def read(
     items: list[Resident | Weight] = [*residents, *weights]
     for item in items:
         _check_entry(engine.config, item, entries[item.param], any_room)
-    if any(entries[item.param].get("layout", "") != layout_of(item.param) for item in items):
+    if any(_is_from_elsewhere(item, entries[item.param]) for item in items):
         _spread_anew(residents, weights, entries)
     first = entries[held[0][1]]
     for item in items:
@@ -112,24 +112,54 @@ def read(
     return Checkpoint(entries, _grouped(residents, entries), blocks)
 
 
+def _is_from_elsewhere(item: Resident | Weight, saved: Entry) -> bool:
+    """Whether this rank's own part is not in it."""
+    return saved.get("layout", "") != layout_of(item.param) or (isinstance(item, Weight) and _is_apart(saved))
+
+
+def _is_apart(saved: Entry) -> bool:
+    """Whether torch has set it as a full state. It takes tuples apart then, and leaves out what is empty: what stands in their
+    place may be another rank's, or what was in flight here."""
+    return not isinstance(saved.get("slots"), tuple)
+
+
 def _spread_anew(residents: Sequence[Resident], weights: Sequence[Weight], entries: dict[nn.Parameter, Entry]) -> None:
-    """Make state that was saved on other ranks, or on one, as it would be here before a selection. Blocks stay the same."""
+    """Make state that was saved on other ranks, or whole, as it would be here before a selection. Blocks stay the same."""
     for weight in weights:
         saved = entries[weight.param]
         _require(weight, saved, ("schedule",))
         _require(weight, saved["schedule"], SCHEDULE, "schedule.")
         if saved.get("in_flight", saved.get("slots") or saved.get("windows")):
             theirs, ours = (layout or "unsharded" for layout in (saved.get("layout"), layout_of(weight.param)))
+            if theirs == ours:
+                raise ValueError(
+                    f"the state of {_label(weight)} was saved mid-window, and its slots did not come whole: torch cannot set "
+                    "them with full_state_dict=True. Save and load without it, or call optimizer.flush() before saving"
+                )
             raise ValueError(
                 f"the state of {_label(weight)} was saved mid-window under another layout ({theirs}; here it is {ours}), and "
                 "what is in flight belongs to the ranks that saved it: resume on as many, or call optimizer.flush() before it"
             )
+        if _is_apart(saved) and saved["clock"]["call"]:
+            _check_flushed(weight, saved)
         selected = torch.full((weight.selected_count,), NONE, dtype=torch.int64, device=weight.shard.device)
         saved |= {"selected": selected, "slots": (), "windows": (), "schedule": saved["schedule"] | {"last_selection": 0}}
         saved.pop("selected_moments", None)
     for number, group in enumerate(resident_groups(residents)):
         for place, resident in enumerate(group):
             entries[resident.param] |= {"block": number, "place": place}
+
+
+def _check_flushed(weight: Weight, saved: Entry) -> None:
+    """Of a full state: that it came as it was saved. torch broadcasts the memory of tensors, in whatever order their elements
+    lie there, and in the state of one process the host's channels lie one after the other."""
+    _require(weight, saved, ("published",))
+    master, published = saved["master"], saved["published"]
+    if not torch.equal(master.to(published), published):
+        raise ValueError(
+            f"the full state of {_label(weight)} has a master that is not what was published. Call optimizer.flush() before "
+            "saving; if that was done, one process has saved it: load it without broadcast_from_rank0"
+        )
 
 
 def _match(
@@ -210,6 +240,11 @@ def _check_entry(config: ZenFlowConfig, item: Resident | Weight, saved: Entry, a
         for key in ("step", "score"):
             if key in saved:  # of a sharded parameter, in the shape of a row
                 saved[key] = saved[key].reshape(-1)
+    if saved["master"].shape == item.param.shape != item.shape:
+        raise ValueError(
+            f"the state_dict is a full one, and {label} is sharded here: give it to set_optimizer_state_dict with "
+            "StateDictOptions(full_state_dict=True)"
+        )
     for key in ADAMW[:3]:
         _check_shape(item, saved[key], item.shape, key)
 

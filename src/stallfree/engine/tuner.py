@@ -5,6 +5,7 @@ Every change is logged and recorded; `interval_schedule` repeats a record withou
 
 from __future__ import annotations
 
+import json
 import logging
 import statistics
 import time
@@ -195,21 +196,24 @@ class IntervalTuner:
     # Saving and loading
 
     def state(self) -> dict[str, Any]:
-        return {"by_user": self.by_user, "schedule": self._entries, "history": [list(change) for change in self.history]}
+        """Records are text, one value each: torch sets a full state only if the lists in it are as long as those that are here."""
+        return {"by_user": self.by_user, "schedule": self._entries, "history": json.dumps(self.history)}
 
     @property
-    def _entries(self) -> list[tuple[int, int]]:
-        return sorted(self.schedule.items())
+    def _entries(self) -> str:
+        return json.dumps(sorted(self.schedule.items()))
 
     def load(self, clock: Clock, saved: dict[str, Any], same: bool) -> None:
         """Take over the record and, if the saved run's settings of S are this one's, what its user set. Or follow the schedule.
 
         same: `update_interval` is the same.
         """
-        self.history = [IntervalChange(*change) for change in saved.get("history", ())]
-        if same and (not self.schedule or self._entries == [tuple(entry) for entry in saved.get("schedule", ())]):
+        history = saved.get("history", "[]")
+        changes = json.loads(history) if isinstance(history, str) else history  # earlier states have lists
+        self.history = [IntervalChange(*change) for change in changes]
+        if same and (not self.schedule or self._entries == saved.get("schedule")):
             self.by_user = saved.get("by_user", False)
-        so_far = [interval for call, interval in self._entries if call <= clock.call]
+        so_far = [interval for call, interval in sorted(self.schedule.items()) if call <= clock.call]
         if so_far and not self.by_user and so_far[-1] != clock.interval:
             self._change(clock, IntervalChange(clock.call, so_far[-1], clock.interval))
         self._next, self._basis, self._earlier, self._wanted = 0, None, None, None
