@@ -196,7 +196,7 @@ class IntervalTuner:
     # Saving and loading
 
     def state(self) -> dict[str, Any]:
-        """Records are text, one value each: torch sets a full state only if the lists in it are as long as those that are here."""
+        """Records are text, one value each: torch sets a full state only if its lists are as long as those that are here."""
         return {"by_user": self.by_user, "schedule": self._entries, "history": json.dumps(self.history)}
 
     @property
