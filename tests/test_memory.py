@@ -27,7 +27,12 @@ torch.set_num_threads(1)
 weights = [torch.full((1024, 1024), 0.1, dtype=torch.bfloat16) for _ in range(24)]
 gradient = torch.full((1024, 1024), 1e-3, dtype=torch.bfloat16)
 named = [(f"layers.{i}.weight", nn.Parameter(weight)) for i, weight in enumerate(weights)]
-warm = ZenFlowAdamW([nn.Parameter(torch.ones(64, 64))], min_numel=0)  # loads what has to be loaded
+small = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+warm = ZenFlowAdamW([small], min_numel=0, full_warm_up_rounds=2)  # loads what has to be loaded, in steps with a selection
+for _ in range(8):
+    small.sum().backward()
+    warm.step()
+    warm.zero_grad()
 warm.close()
 config = ZenFlowConfig(**settings)
 plan = planner.plan(named, config)
