@@ -110,3 +110,7 @@ def save_and_die(directory: str, moment: int) -> None:
     sys.addaudithook(count)
     saved(player, Path(directory))
     os._exit(0)
+
+
+def names(directory):
+    return sorted(path.name for path in directory.iterdir())

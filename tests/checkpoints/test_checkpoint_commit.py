@@ -9,23 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from histories import Player
-from saved_runs import saved, small_history
+from saved_runs import names, saved
 
 from stallfree import CheckpointError, load_checkpoint
 from stallfree.checkpoints.commit import sync
-
-
-@pytest.fixture
-def player():
-    player = Player(small_history())
-    player.play(20)
-    yield player
-    player.close()
-
-
-def names(directory):
-    return sorted(path.name for path in directory.iterdir())
 
 
 def test_the_last_good_ones_are_kept(player, tmp_path):
@@ -122,7 +109,7 @@ def test_no_room_is_said_and_leaves_the_older_ones(tmp_path):
     program = """
 import resource, sys
 from pathlib import Path
-from saved_runs import Player, saved, small_history, state_of, resumed
+from saved_runs import names, Player, saved, small_history, state_of, resumed
 from stallfree import CheckpointError
 player = Player(small_history())
 player.play(5)

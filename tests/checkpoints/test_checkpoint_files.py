@@ -20,18 +20,6 @@ from stallfree.checkpoints.layout import Manifest
 from stallfree.checkpoints.tensors import FileSum, write_tensors
 
 
-@pytest.fixture
-def player():
-    player = Player(small_history())
-    player.play(20)
-    yield player
-    player.close()
-
-
-def names(directory):
-    return sorted(path.name for path in directory.iterdir())
-
-
 def test_what_is_loaded_is_what_was_saved(player, tmp_path):
     path = saved(player, tmp_path)
     assert path == tmp_path / "checkpoint-00000001"
