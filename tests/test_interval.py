@@ -2,7 +2,7 @@
 
 import pytest
 
-from stallfree.engine.interval import Choice, HostCost, IntervalChange, UpdateBytes, UpdateTime, choose, staleness_limit
+from stallfree.engine.interval import Choice, HostCost, IntervalChange, UpdateBytes, UpdateTime, choose, loads, staleness_limit
 
 FP32, BF16 = UpdateBytes(state=26, slot=2), UpdateBytes(state=18, slot=2)  # bf16 weights; type of the moments
 H200 = UpdateTime(4, 1.39e9 * 0.235e-9)  # 1.39e9 deferred parameters, measured at S=4
@@ -77,6 +77,38 @@ def test_launch_bound_training_gets_a_calmer_memory(step_ms, interval, hides):
     assert choose(2, 8, step_ms / 1e3, cost, launch_bound=True) == Choice(interval, hides)
 
 
+@pytest.mark.parametrize(
+    "shares, interval, lag, expected",
+    [
+        ([1 / 8] * 8, 4, 1, [1] * 4),
+        ([1 / 8] * 8, 3, 1, [9 / 8, 9 / 8, 6 / 8]),
+        ([1 / 8] * 8, 6, 1, [12 / 8, 12 / 8, 6 / 8, 6 / 8, 6 / 8, 6 / 8]),
+        ([0.3] + [0.1] * 7, 8, 1, [2.4] + [0.8] * 7),  # one large block
+        ([1.0], 4, 1, [4, 0, 0, 0]),  # all blocks close together: no stagger
+        ([1.0], 4, 4, [1] * 4),  # and have as many calls for it
+        ([0.5, 0.5], 1, 0, [1]),
+    ],
+)
+def test_loads_of_calls(shares, interval, lag, expected):
+    assert loads(shares, interval, lag) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "shares, step_ms, interval, hides",
+    [
+        ([1 / 8] * 8, 70, 8, True),  # S=7 would need 54 ms on average, and 95 where two phases close
+        ([1 / 8] * 8, 140, 3, True),
+        ([1 / 8] * 8, 135, 4, True),  # S=3: 115 where three phases close
+        ([0.3] + [0.1] * 7, 105, 8, False),  # S=4 needs 82 on average and 131 with the large block; more than 89 at any S
+        ([0.3] + [0.1] * 7, 160, 4, True),
+    ],
+)
+def test_what_closes_in_the_busiest_call_has_to_hide(shares, step_ms, interval, hides):
+    cost = HostCost.of(by_bytes(H200, 2), FP32)
+    chosen = choose(2, 8, step_ms / 1e3, cost, loads_of=lambda interval: loads(shares, interval, 1))
+    assert chosen == Choice(interval, hides)
+
+
 def test_no_interval_above_the_limit():
     cost = HostCost.of(by_bytes(H200, 2), FP32)
     assert choose(2, 3, 0.105, cost) == Choice(3, hides=False)
@@ -107,13 +139,13 @@ def test_the_staleness_budget_bounds_the_mean_delay(rho, budget, limit):
 def test_a_change_reads_as_a_sentence():
     change = IntervalChange(24, 4, 2, step_ms=52, stall_ms=9, host_ms_before=61, host_ms=38.2, rho=0.4, limit=4)
     assert change.sentence() == (
-        "update_interval (S) 2 -> 4 at call 24: the host needs 61 ms per call at S=2 and a call takes 52 ms and 9 ms of "
-        "stalls; at S=4 it needs 38 ms; max_update_interval and rho 0.40 allow no larger S"
+        "update_interval (S) 2 -> 4 at call 24: the host needs up to 61 ms per call at S=2 and a call takes 52 ms and 9 ms of "
+        "stalls; at S=4 it needs up to 38 ms; max_update_interval and rho 0.40 allow no larger S"
     )
     calm = change._replace(stall_ms=0, limit=8, launch_bound=True)
     assert calm.sentence() == (
-        "update_interval (S) 2 -> 4 at call 24: the host needs 61 ms per call at S=2 and a call takes 52 ms, bound by the "
-        "launching thread, which a busy memory slows; at S=4 it needs 38 ms"
+        "update_interval (S) 2 -> 4 at call 24: the host needs up to 61 ms per call at S=2 and a call takes 52 ms, bound by the "
+        "launching thread, which a busy memory slows; at S=4 it needs up to 38 ms"
     )
     assert IntervalChange(7, 3, 2).sentence() == "update_interval (S) 2 -> 3 at call 7: as given, or as the ranks agreed"
     assert IntervalChange(7, 3, 3).sentence().startswith("update_interval (S) stays 3 at call 7: ")

@@ -15,11 +15,13 @@ class Machine:
         self.work, self.step, self.saturates = work, step, saturates
         self.pace, self.now, self.busy, self.stalled = Pace(most), 0.0, 0.0, 0.0
         self.interval = 4
+        self.uneven = 1.0  # how much more than in the others there is to do in one of eight calls
 
     def run(self, calls: int, held: bool = False) -> list[int]:
         threads = []
-        for _ in range(calls):
-            took = self.work / min(self.pace.threads, self.saturates)
+        for call in range(calls):
+            much = self.uneven if call % CALLS == 0 else 1.0
+            took = much * self.work / min(self.pace.threads, self.saturates)
             self.now += max(took, self.step)
             self.busy += took
             self.stalled += max(0.0, took - self.step)
@@ -89,6 +91,31 @@ def test_a_need_is_forgotten_in_the_end():
     machine.stalled += 0.1
     machine.run((REMEMBERED + 3) * CALLS)
     assert machine.pace.threads == few
+
+
+@pytest.mark.parametrize("uneven", [1.2, 1.5, 2.0])
+def test_there_are_enough_threads_for_the_busiest_call(uneven):
+    machine = Machine(0.3, step=0.1, saturates=9)
+    machine.uneven = uneven
+    machine.run(20 * CALLS)
+    assert machine.load * uneven <= 1
+    assert machine.pace.threads < 14
+    assert machine.stalled == 0
+
+
+def test_a_burst_teaches_at_once_how_many_threads_it_takes():
+    machine = Machine(0.4, step=0.1, saturates=12)
+    machine.run(20 * CALLS)
+    few = machine.pace.threads
+    machine.uneven = 1.9
+    machine.run(CALLS)
+    assert machine.stalled > 0
+    machine.uneven, machine.stalled = 1.0, 0.0
+    machine.run(4 * CALLS)
+    assert machine.pace.threads > few + 1
+    machine.uneven = 1.9
+    machine.run(CALLS)
+    assert machine.stalled == 0
 
 
 @pytest.mark.parametrize("held", [True, False])

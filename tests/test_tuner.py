@@ -35,6 +35,7 @@ class Run:
         if made_up:
             engine = self.optimizer.engine
             engine.tuner.now = lambda: self.seconds
+            engine.tuner.shares = lambda engine: [1 / 840] * 840  # every call has as much to do as others, at any S
             engine.link.stalls.so_far = lambda: self.stalled
             engine.worker.queue.stats = lambda: QueueStats(0, self.elements, self.busy)
             rho = engine.meter.rho

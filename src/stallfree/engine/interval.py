@@ -7,6 +7,8 @@ each slot adds its gradients and its AdamW step. S hides if that fits the time o
 from __future__ import annotations
 
 import math
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -54,6 +56,16 @@ class HostCost:
         return self.state / interval + self.slot
 
 
+def loads(shares: Sequence[float], interval: int, lag: int) -> list[float]:
+    """What the host has to do for each call in turn, 1 on average: what closes in `lag` calls, in which it has to be done.
+
+    shares: of all elements, by phase. An S that does not divide their number has calls in which more phases close than in others.
+    """
+    closing = [sum(shares[first::interval]) for first in range(interval)]
+    calls = min(max(lag, 1), interval)
+    return [sum((closing + closing)[first : first + calls]) * interval / calls for first in range(interval)]
+
+
 @dataclass(frozen=True)
 class Choice:
     """An S, and whether it hides the host's work."""
@@ -76,20 +88,25 @@ def choose(
     cost: HostCost,
     stall_seconds: float = 0.0,
     launch_bound: bool = False,
+    loads_of: Callable[[int], Sequence[float]] = lambda interval: [1.0],
 ) -> Choice:
     """The smallest S up to `largest` that hides; one below the current S only if it does so with `SPARE`.
 
-    step_seconds, stall_seconds: of a call; the first is the time without stalls.
+    step_seconds, stall_seconds: of a call; the first is the time without stalls. loads_of: by S, see `loads`.
     """
+    room, some = (CALM if launch_bound else HEADROOM) * step_seconds, range(1, largest + 1)
+
+    def excess(interval: int, room: float) -> float:
+        """How much does not fit, in seconds per call."""
+        return statistics.fmean(max(0.0, cost.per_call(interval) * load - room) for load in loads_of(interval))
 
     def smallest(spare: float) -> int | None:
-        room = (CALM if launch_bound else HEADROOM) * step_seconds
-        fits = (s for s in range(1, largest + 1) if cost.per_call(s) * spare <= room)
-        return next(fits, None)
+        return next((s for s in some if not excess(s, room / spare)), None)
 
     needed, current = smallest(1.0), min(current, largest)
     if needed is None:
-        return Choice(largest, hides=cost.per_call(largest) <= HEADROOM * step_seconds)
+        best = min(some, key=lambda s: excess(s, room))
+        return Choice(best, hides=not excess(best, HEADROOM * step_seconds))
     if stall_seconds > STALLED * step_seconds:
         return Choice(max(needed, min(current + 1, largest)), hides=needed > current or current < largest)
     if needed < current:
@@ -105,8 +122,8 @@ class IntervalChange(NamedTuple):
     before: int
     step_ms: float | None = None  # of a call, without stalls
     stall_ms: float | None = None  # of a call
-    host_ms_before: float | None = None  # per call, measured
-    host_ms: float | None = None  # per call, expected
+    host_ms_before: float | None = None  # in the busiest call, by what was measured
+    host_ms: float | None = None  # the same, expected
     rho: float | None = None
     limit: int | None = None  # the largest S that room and staleness budget allow
     launch_bound: bool = False
@@ -118,13 +135,13 @@ class IntervalChange(NamedTuple):
         head = f"update_interval (S) {move} at call {self.call}"
         if self.step_ms is None:
             return f"{head}: as given, or as the ranks agreed"
-        text = f"{head}: the host needs {_ms(self.host_ms_before)} per call at S={before} and a call takes {_ms(self.step_ms)}"
+        text = f"{head}: the host needs up to {_ms(self.host_ms_before)} per call at S={before} and a call takes {_ms(self.step_ms)}"
         if self.stall_ms and self.stall_ms > STALLED * self.step_ms:
             text += f" and {_ms(self.stall_ms)} of stalls"
         if self.launch_bound:
             text += ", bound by the launching thread, which a busy memory slows"
         if after != before:
-            text += f"; at S={after} it needs {_ms(self.host_ms)}"
+            text += f"; at S={after} it needs up to {_ms(self.host_ms)}"
         if after == self.limit and self.rho is not None:
             text += f"; max_update_interval and rho {self.rho:.2f} allow no larger S"
         return text

@@ -7,12 +7,14 @@ from another S, or from a warm-up, says nothing of that and is not looked at. No
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from stallfree.engine.calls import Mark, Recorder, unpaused, usual_seconds
 
 AIM, MOST = 0.7, 0.85  # of the calls' time for host work: what is aimed at, and what is too much
+PEAK = 0.9  # of a call's time for the host work of the busiest one: a large block, or a selection
 STALLED = 0.01  # of the calls' time: what waits more needs more threads
 CHANGED = 0.2  # by how much calls have to take longer for threads to be given away that were needed
 REMEMBERED = 32  # measurements for which that holds
@@ -52,13 +54,15 @@ class Pace:
     def _choose(self, calls: Sequence[Mark]) -> int:
         usual, counted = usual_seconds(calls), unpaused(calls)
         time, busy, stalled = (sum(getattr(call, name) for call in counted) for name in ("seconds", "busy", "stalled"))
+        # With fewer threads the same work takes longer by less than their number says.
+        load = max(busy / time / AIM, max(call.busy for call in counted) / usual / PEAK)
+        enough = math.ceil(self.threads * load)
         if busy > MOST * time or stalled > STALLED * time:
             if self.threads < self.most:  # else nothing is known of fewer
-                self._needed, self._age = (self.threads + 1, usual), 0
-            return min(self.most, self.threads + max(1, self.threads // 2))
+                self._needed, self._age = (min(self.most, max(self.threads + 1, enough)), usual), 0
+            return min(self.most, max(enough, self.threads + max(1, self.threads // 2)))
         threads, step = self._needed
         self._age += 1
         if usual > (1 + CHANGED) * step or self._age > REMEMBERED:
             threads = 1
-        # With fewer threads the same work takes longer by less than their number says.
-        return min(self.threads, max(threads, -int(-self.threads * busy / time // AIM)))
+        return min(self.threads, max(threads, enough))

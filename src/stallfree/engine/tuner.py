@@ -12,7 +12,16 @@ import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from stallfree.engine.calls import Mark, Recorder, unpaused
-from stallfree.engine.interval import Choice, HostCost, IntervalChange, UpdateBytes, UpdateTime, choose, staleness_limit
+from stallfree.engine.interval import (
+    Choice,
+    HostCost,
+    IntervalChange,
+    UpdateBytes,
+    UpdateTime,
+    choose,
+    loads,
+    staleness_limit,
+)
 
 if TYPE_CHECKING:
     from stallfree.config import ZenFlowConfig
@@ -44,7 +53,7 @@ class IntervalTuner:
         self.schedule = dict(config.interval_schedule or {})
         self.by_user = False  # somebody has called set_update_interval
         self.history: list[IntervalChange] = []
-        self.now = time.perf_counter
+        self.now, self.shares = time.perf_counter, shares_by_phase
         self._recorder = Recorder()
         self._from = 0  # the first call that may be measured
         self._next = 0  # the first call that may decide again
@@ -138,15 +147,24 @@ class IntervalTuner:
         moments = 4 if config.moments_dtype == "float32" else 2
         traffic = UpdateBytes(state=2 * (4 + 2 * moments) + dtype.itemsize, slot=dtype.itemsize)
         cost = HostCost.of(measured.update, traffic, self._earlier)
-        choice = choose(clock.interval, limit, measured.step, cost, measured.stall, measured.launch_bound)
+        shares = self.shares(engine)
+
+        def needs(interval: int) -> float:
+            """Of the busiest call."""
+            return max(loads(shares, interval, config.lag)) * cost.per_call(interval)
+
+        choice = choose(
+            clock.interval, limit, measured.step, cost, measured.stall, measured.launch_bound,
+            lambda interval: loads(shares, interval, config.lag),
+        )  # fmt: skip
         change = IntervalChange(
             clock.call,
             choice.interval,
             clock.interval,
             step_ms=measured.step * 1e3,
             stall_ms=measured.stall * 1e3,
-            host_ms_before=cost.per_call(clock.interval) * 1e3,
-            host_ms=cost.per_call(choice.interval) * 1e3,
+            host_ms_before=needs(clock.interval) * 1e3,
+            host_ms=needs(choice.interval) * 1e3,
             rho=rho,
             limit=limit,
             launch_bound=measured.launch_bound,
@@ -188,7 +206,7 @@ class IntervalTuner:
         if change.limit is not None and change.limit < self.config.max_update_interval:
             ways.append("a larger staleness_budget")
         logger.warning(
-            "no update_interval (S) up to %d hides the host's work: it needs %.3g ms per call at S=%d, and a call takes %.3g "
+            "no update_interval (S) up to %d hides the host's work: it needs up to %.3g ms per call at S=%d, and a call takes %.3g "
             "ms, with %.3g ms of stalls at S=%d. What would help: %s",
             change.limit, change.host_ms, choice.interval, change.step_ms, change.stall_ms, change.before, ", ".join(ways),
         )  # fmt: skip
@@ -218,3 +236,11 @@ class IntervalTuner:
             self._change(clock, IntervalChange(clock.call, so_far[-1], clock.interval))
         self._next, self._basis, self._earlier, self._wanted = 0, None, None, None
         self._measure_anew(clock, clock.interval)
+
+
+def shares_by_phase(engine: Engine) -> list[float]:
+    """Of all elements, by phase: the same on all ranks."""
+    shares = [0.0] * (1 + max(block.phase for block in engine.blocks))
+    for block in engine.blocks:
+        shares[block.phase] += block.block.whole_numel
+    return [share / sum(shares) for share in shares]
