@@ -74,6 +74,7 @@ class ShardedRunner(LocalRunner):
 
     def _timed(self, step: Callable[[], None], steps: int) -> tuple[float, list[float]]:
         """Of the slowest rank: the round, and each step."""
+        dist.barrier()
         seconds, step_ms = super()._timed(step, steps)
         times = torch.tensor([seconds, *step_ms], dtype=torch.float64, device=self.settings.device)
         dist.all_reduce(times, op=dist.ReduceOp.MAX)

@@ -56,7 +56,7 @@ def kernels(kernel: BlockKernel, device: torch.device, shapes: list, dtype: torc
         kernel.split(layout, division, present, squares, rows, staged)
     update = kernel.plan([Part(layout, division.selected, weights, *state, steps, rows)])
     factors = torch.full((len(shapes),), 0.5, device=device)
-    score, record = torch.zeros_like(squares), torch.zeros(1 + len(shapes) + 5, device=device)
+    score, record = torch.zeros_like(squares), torch.zeros(1 + len(shapes) + 5, pin_memory=device.type == "cuda")
     starts = [*layout.channel_starts, layout.channels]
     judging = kernel.judging(Evidence(starts, squares, division.rows < 0, score, [rows], 5), Policy(1.0, True, 0.9))
     judging.judge(1, record)

@@ -280,7 +280,7 @@ class TritonJudging:
     def _load(self) -> None:
         """Compile and load, by a call in which no weight is present; nothing of it is kept."""
         nobody = torch.zeros_like(self._every)[: self._evidence.weights]
-        self.judge(0, torch.empty_like(self.verdict.record), nobody)
+        self._enqueue(0, torch.empty_like(self.verdict.record), nobody, None, None, None)  # no host memory is at hand
         for flat in vars(self.verdict).values():
             flat.zero_()
 
@@ -299,6 +299,17 @@ class TritonJudging:
     ) -> None:
         if self._checks:
             check_judge(self._evidence, target, present, scales, squares, norm)
+        self._enqueue(call, target, present, scales, squares, norm)
+
+    def _enqueue(
+        self,
+        call: int,
+        target: Tensor,
+        present: Tensor | None,
+        scales: Tensor | None,
+        squares: Tensor | None,
+        norm: Tensor | None,
+    ) -> None:
         there = self._every if present is None or not self._evidence.weights else present
         factors = self._one if scales is None else scales
         verdict = (

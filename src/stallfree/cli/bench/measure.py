@@ -19,7 +19,7 @@ from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.bench.shapes import build_model, random_batch
 from stallfree.cli.bench.trace import record_trace
 
-LEAD_IN = 2  # steps before the clock starts: at both ends of a round the same host work is on its way
+LEAD_IN = 3  # steps before the clock starts: at both ends of a round the same host work is on its way
 REHEARSAL = 2  # steps after which libraries and kernels are loaded
 
 
@@ -66,10 +66,10 @@ class LocalRunner:
         self._reset_peak()
         for _ in range(LEAD_IN):
             training.step()
-        self._synchronize()
         before = training.totals()
         seconds, step_ms = self._timed(training.step, steps)
         counted = {name: value - before[name] for name, value in training.totals().items()}
+        self._synchronize()  # other modes have the machine to themselves
         self.resting = self._allocated() - others
         return Round(
             seconds=seconds,
@@ -98,7 +98,11 @@ class LocalRunner:
             torch.cuda.empty_cache()
 
     def _timed(self, step: Callable[[], None], steps: int) -> tuple[float, list[float]]:
-        """(seconds of all steps, ms of each). Synchronized at both ends only: single steps are timed by events."""
+        """(seconds of all steps, ms of each), from the end of one step's computation to the end of another's.
+
+        Only there anybody waits for the device, and not for what runs beside computation: it goes on at both ends. Single steps
+        are timed by events.
+        """
         if not self.on_gpu:
             marks = [time.perf_counter()]
             for _ in range(steps):
@@ -106,13 +110,13 @@ class LocalRunner:
                 marks.append(time.perf_counter())
             return marks[-1] - marks[0], [1e3 * (end - start) for start, end in pairwise(marks)]
         events = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
-        torch.cuda.synchronize()
-        start = time.perf_counter()
         events[0].record()
+        events[0].synchronize()
+        start = time.perf_counter()
         for event in events[1:]:
             step()
             event.record()
-        torch.cuda.synchronize()
+        events[-1].synchronize()
         return time.perf_counter() - start, [first.elapsed_time(second) for first, second in pairwise(events)]
 
     def _synchronize(self) -> None:
