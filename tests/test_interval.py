@@ -144,8 +144,8 @@ def test_a_change_reads_as_a_sentence():
     )
     calm = change._replace(stall_ms=0, limit=8, launch_bound=True)
     assert calm.sentence() == (
-        "update_interval (S) 2 -> 4 at call 24: the host needs up to 61 ms per call at S=2 and a call takes 52 ms, bound by the "
-        "launching thread, which a busy memory slows; at S=4 it needs up to 38 ms"
+        "update_interval (S) 2 -> 4 at call 24: the host needs up to 61 ms per call at S=2 and a call takes 52 ms, bound by "
+        "the launching thread, which a busy memory slows; at S=4 it needs up to 38 ms"
     )
     assert IntervalChange(7, 3, 2).sentence() == "update_interval (S) 2 -> 3 at call 7: as given, or as the ranks agreed"
     assert IntervalChange(7, 3, 3).sentence().startswith("update_interval (S) stays 3 at call 7: ")

@@ -75,8 +75,9 @@ def test_threads_that_were_needed_are_kept_until_calls_take_longer():
     machine = Machine(0.3, step=0.1, saturates=9)
     machine.run(20 * CALLS)
     few = machine.pace.threads
-    machine.stalled += 0.1
+    machine.stalled, machine.uneven = machine.stalled + 0.1, 1.4
     machine.run(CALLS)
+    machine.uneven = 1.0
     assert machine.pace.threads > few
     assert min(machine.run(20 * CALLS)) == few + 1
     machine.step = 0.2
@@ -88,7 +89,10 @@ def test_a_need_is_forgotten_in_the_end():
     machine = Machine(0.3, step=0.1, saturates=9)
     machine.run(20 * CALLS)
     few = machine.pace.threads
-    machine.stalled += 0.1
+    machine.stalled, machine.uneven = machine.stalled + 0.1, 1.4
+    machine.run(CALLS)
+    machine.uneven = 1.0
+    assert machine.pace.threads > few
     machine.run((REMEMBERED + 3) * CALLS)
     assert machine.pace.threads == few
 
@@ -116,6 +120,24 @@ def test_a_burst_teaches_at_once_how_many_threads_it_takes():
     machine.uneven = 1.9
     machine.run(CALLS)
     assert machine.stalled == 0
+
+
+def test_a_device_that_waits_for_copies_needs_no_threads():
+    """The host was done long before."""
+    machine = Machine(0.3, step=0.1, saturates=9)
+    machine.work = 0.21
+    machine.run(20 * CALLS)
+    few, machine.stalled = machine.pace.threads, machine.stalled + 0.1
+    assert set(machine.run(4 * CALLS)) == {few}
+
+
+def test_the_busiest_call_counts_even_if_a_pause_follows():
+    machine = Machine(0.3, step=0.1, saturates=9)
+    machine.uneven = 2.0
+    for _ in range(20):
+        machine.now += 10.0
+        machine.run(CALLS)
+    assert machine.load * machine.uneven <= 1
 
 
 @pytest.mark.parametrize("held", [True, False])

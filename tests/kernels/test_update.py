@@ -165,10 +165,10 @@ def test_no_arrangement_of_weights_is_taken_for_another(kernel, device, monkeypa
 def test_a_model_takes_few_launches(device, monkeypatch):
     """Two for counts with two settings, one for each axis; with weights of odd lengths, one more for each axis."""
     kernel = make_kernel("triton", device)
-    from stallfree.kernels.triton_launch import Launch
+    from stallfree.kernels import triton_update
 
-    launch, launches = Launch.__call__, []
-    monkeypatch.setattr(Launch, "__call__", lambda self, *integers: launches.append(launch(self, *integers)))
+    launch_all, launches = triton_update.launch_all, []
+    monkeypatch.setattr(triton_update, "launch_all", lambda *several: (launches.extend(several), launch_all(*several)))
     even = [Segment(16, 24, 1, 3), Segment(24, 16, 1, 2)]
     residents = [Segment(1, 64, 0, 1), Segment(8, 16, 0, 8)]
     for odd, expected in (([], 4), ([Segment(5, 7, 0, 2), Segment(5, 7, 1, 2)], 6)):

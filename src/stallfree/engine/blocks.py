@@ -20,6 +20,7 @@ from stallfree.kernels.block import Segment
 
 ALIGNMENT = 64  # elements
 STATE = ("master", "exp_avg", "exp_avg_sq")  # AdamW's, of an element
+EVEN = 1.1  # as even as with smaller blocks: the busiest call has so many times what it has with them at most
 SHARES = 2  # of topk_ratio, for a rank that holds some of the channels: the best are not spread evenly
 TABLE_NAMES = re.compile(r"embed|wte|wpe|word_embeddings|lookup|lm_head", re.IGNORECASE)
 TABLE_ROWS, TABLE_RATIO = 8192, 8  # a parameter with that many rows, that many times its columns, is a table by any name
@@ -213,22 +214,26 @@ def _channels(tensor: Tensor, channel_dim: int) -> int:
 def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block]:
     """Neighbouring weights of one dtype, up to `block_numel` elements; phases share the elements out evenly.
 
-    A layer is a block. Small ones share one, because each costs the launching thread time, as long as there are two blocks for
-    every phase; of a large one there are several.
+    A layer is a block; of a large one there are several. Small ones share one, because each costs the launching thread time: as
+    many as leave a block for every phase, or half as many where phases are more even with smaller blocks.
     """
-    share = min(config.block_numel, _numel(weights) // (2 * config.max_update_interval))
+    count = config.max_update_interval if config.stagger else 1
+    divisions = [_with_phases(_shared(weights, config, parts * count), count) for parts in (1, 2, 4)]
+    loads = [max(_loads(blocks, count)) for blocks in divisions]
+    return next(blocks for blocks, load in zip(divisions, loads, strict=True) if load <= EVEN * min(loads))
+
+
+def _shared(weights: Sequence[Weight], config: ZenFlowConfig, parts: int) -> list[Block]:
+    """Blocks of at most so many parts of all elements, or one layer."""
+    share = min(config.block_numel, _numel(weights) // parts)
     blocks: list[list[Weight]] = []
     for (_, dtype), layer in groupby(weights, lambda weight: (layer_of(weight.name), weight.dtype)):
         for members in _up_to(config.block_numel, layer):
-            if (
-                blocks
-                and blocks[-1][0].dtype is dtype
-                and _numel(blocks[-1]) + _numel(members) <= min(share, config.block_numel)
-            ):
+            if blocks and blocks[-1][0].dtype is dtype and _numel(blocks[-1]) + _numel(members) <= share:
                 blocks[-1] += members
             else:
                 blocks.append(members)
-    return _with_phases([Block(members) for members in blocks], config)
+    return [Block(members) for members in blocks]
 
 
 def _up_to(numel: int, weights: Iterable[Weight]) -> list[list[Weight]]:
@@ -246,13 +251,20 @@ def _numel(weights: Sequence[Weight]) -> int:
     return sum(weight.whole_numel for weight in weights)
 
 
-def _with_phases(blocks: list[Block], config: ZenFlowConfig) -> list[Block]:
-    if config.stagger:
-        load = [0] * config.max_update_interval
-        for block in sorted(blocks, key=lambda block: -block.whole_numel):
-            block.phase = load.index(min(load))
-            load[block.phase] += block.whole_numel
+def _with_phases(blocks: list[Block], count: int) -> list[Block]:
+    load = [0] * count
+    for block in sorted(blocks, key=lambda block: -block.whole_numel):
+        block.phase = load.index(min(load))
+        load[block.phase] += block.whole_numel
     return blocks
+
+
+def _loads(blocks: Sequence[Block], count: int) -> list[int]:
+    """Elements by phase."""
+    load = [0] * count
+    for block in blocks:
+        load[block.phase] += block.whole_numel
+    return load
 
 
 def layer_of(name: str) -> str:

@@ -42,6 +42,11 @@ class Handover:
     division: Division  # from the next gradient on
     moved: tuple[Tensor, ...]  # by weight: [places] bool
 
+    def write_numbers(self, out: Tensor) -> None:
+        """As the host wants to know it: channels of places, channels of rows, and which places change hands; int32."""
+        who = self.division.targets
+        torch.cat([who.selected, who.deferred, *(mask.int() for mask in self.moved)], out=out)
+
 
 class SelectedState:
     """AdamW of a block's selected channels: flat buffers, in the order of the division's layout."""
@@ -49,6 +54,7 @@ class SelectedState:
     def __init__(self, block: Block, channels: Channels, kernel: BlockKernel, layouts: Layouts, piece_bytes: int) -> None:
         self.block, self.channels, self.kernel = block, channels, kernel
         self.device = block.shards[0].device
+        known = len(layouts)  # blocks of a geometry that is known need no rehearsal
         self.nobody = self._layout([0] * len(block.weights), layouts)
         self.chosen = self._layout([weight.selected_count for weight in block.weights], layouts)
         self._cuts: dict[BlockLayout, tuple[tuple[int, int], ...]] = {}
@@ -68,6 +74,8 @@ class SelectedState:
         self.held = torch.zeros(self.chosen.places, dtype=torch.int32, device=self.device)  # the channel of each place
         self._squares: tuple[Tensor, Tensor] | None = None  # all there are, and the block's
         self.reset()
+        if known < len(layouts):
+            self._rehearse()
 
     def _layout(self, selected: Sequence[int], layouts: Layouts) -> BlockLayout:
         segments = tuple(weight.segment(count) for weight, count in zip(self.block.weights, selected, strict=True))
@@ -144,22 +152,42 @@ class SelectedState:
 
     def select(self) -> None:
         """Choose the channels of the next window; state moves at the next call (`Exchange`)."""
+        handover, kept = self._choose(self.installed.selected if self.installed.divided else None)
+        for places, share in kept:
+            for number, place in enumerate(places):
+                self.retention[place] = None if share is None else share[number]
+        self.follow(self.installed, handover)
+
+    def _choose(self, held: Sequence[Tensor] | None) -> tuple[Handover, list[tuple[list[int], Tensor | None]]]:
+        """The best channels by score. held: by weight, those that the device holds.
+
+        Also which share of these is chosen again, by weights with as many channels.
+        """
         selected, deferred, moves = ([self.nothing] * len(self.block.weights) for _ in range(3))
+        shares: list[tuple[list[int], Tensor | None]] = []
         for (channels, count), places in self._alike.items():
             score = torch.stack([self.nobody.channels_of(self.score, place) for place in places])
             chosen = selection.choose(score, count)
-            if self.installed.divided:
-                held = torch.stack([self.installed.selected[place] for place in places])
-                numbers, moved = selection.rearrange(held, chosen)
-                kept = 1 - moved.float().mean(-1)
+            if held is not None:
+                numbers, moved = selection.rearrange(torch.stack([held[place] for place in places]), chosen)
+                shares.append((places, 1 - moved.float().mean(-1)))
             else:
                 numbers = selection.first_places(chosen, count)
-                moved, kept = torch.ones_like(numbers, dtype=torch.bool), None
+                moved = torch.ones_like(numbers, dtype=torch.bool)
+                shares.append((places, None))
             rest = selection.first_places(~chosen, channels - count)
             for number, place in enumerate(places):
                 selected[place], deferred[place], moves[place] = numbers[number], rest[number], moved[number]
-                self.retention[place] = None if kept is None else kept[number]
-        self.follow(self.installed, Handover(Division.of(self.chosen, selected, deferred), tuple(moves)))
+        return Handover(Division.of(self.chosen, selected, deferred), tuple(moves)), shares
+
+    def _rehearse(self) -> None:
+        """Load what selections launch: the first use of a kernel may wait for the device, and take tens of milliseconds."""
+        if self.chosen.places:
+            first, _ = self._choose(None)
+            then, _ = self._choose(first.division.selected)
+            then.write_numbers(self.numbers)
+            place, row = self.nothing.new_zeros(1), self.master[:1].view(1, 1).to(self.block.dtype)
+            row.clone().index_copy_(0, place, row)
 
     def read_weights(self, place: int) -> None:
         """Take a parameter, written from outside, as the new masters of its selected channels."""

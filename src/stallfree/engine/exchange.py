@@ -36,8 +36,7 @@ class Exchange:
         """After a selection, to the host, which is to merge this after the replay."""
         half, link = self.half, self.link
         assert half.handover is not None
-        division, moved = half.handover.division, half.handover.moved
-        torch.cat([division.targets.selected, division.targets.deferred, *(mask.int() for mask in moved)], out=half.numbers)
+        half.handover.write_numbers(half.numbers)
         self._slot = slot = self.pool.take_handover(half.block)
         numbers = slot.memory[half.memory.nbytes :][: half.numbers.nbytes].view(torch.int32)
         link.down(half.numbers, numbers, slot.after)  # the host writes the state after it has seen these

@@ -59,7 +59,7 @@ class HostCost:
 def loads(shares: Sequence[float], interval: int, lag: int) -> list[float]:
     """What the host has to do for each call in turn, 1 on average: what closes in `lag` calls, in which it has to be done.
 
-    shares: of all elements, by phase. An S that does not divide their number has calls in which more phases close than in others.
+    shares: of all elements, by phase. An S that does not divide their number has calls in which more phases close.
     """
     closing = [sum(shares[first::interval]) for first in range(interval)]
     calls = min(max(lag, 1), interval)
@@ -135,7 +135,8 @@ class IntervalChange(NamedTuple):
         head = f"update_interval (S) {move} at call {self.call}"
         if self.step_ms is None:
             return f"{head}: as given, or as the ranks agreed"
-        text = f"{head}: the host needs up to {_ms(self.host_ms_before)} per call at S={before} and a call takes {_ms(self.step_ms)}"
+        needs, takes = _ms(self.host_ms_before), _ms(self.step_ms)
+        text = f"{head}: the host needs up to {needs} per call at S={before} and a call takes {takes}"
         if self.stall_ms and self.stall_ms > STALLED * self.step_ms:
             text += f" and {_ms(self.stall_ms)} of stalls"
         if self.launch_bound:

@@ -15,7 +15,8 @@ from stallfree.engine.calls import Mark, Recorder, unpaused, usual_seconds
 
 AIM, MOST = 0.7, 0.85  # of the calls' time for host work: what is aimed at, and what is too much
 PEAK = 0.9  # of a call's time for the host work of the busiest one: a large block, or a selection
-STALLED = 0.01  # of the calls' time: what waits more needs more threads
+STALLED = 0.01  # of the calls' time: what waits more needs more threads, unless
+QUIET = 0.75  # the busiest call's work takes less of a call than that: then the device waits for copies
 CHANGED = 0.2  # by how much calls have to take longer for threads to be given away that were needed
 REMEMBERED = 32  # measurements for which that holds
 
@@ -55,9 +56,9 @@ class Pace:
         usual, counted = usual_seconds(calls), unpaused(calls)
         time, busy, stalled = (sum(getattr(call, name) for call in counted) for name in ("seconds", "busy", "stalled"))
         # With fewer threads the same work takes longer by less than their number says.
-        load = max(busy / time / AIM, max(call.busy for call in counted) / usual / PEAK)
-        enough = math.ceil(self.threads * load)
-        if busy > MOST * time or stalled > STALLED * time:
+        peak = max(call.busy for call in calls) / usual
+        enough: int = math.ceil(self.threads * max(busy / time / AIM, peak / PEAK))
+        if busy > MOST * time or (stalled > STALLED * time and peak > QUIET):
             if self.threads < self.most:  # else nothing is known of fewer
                 self._needed, self._age = (min(self.most, max(self.threads + 1, enough)), usual), 0
             return min(self.most, max(enough, self.threads + max(1, self.threads // 2)))

@@ -206,8 +206,8 @@ class IntervalTuner:
         if change.limit is not None and change.limit < self.config.max_update_interval:
             ways.append("a larger staleness_budget")
         logger.warning(
-            "no update_interval (S) up to %d hides the host's work: it needs up to %.3g ms per call at S=%d, and a call takes %.3g "
-            "ms, with %.3g ms of stalls at S=%d. What would help: %s",
+            "no update_interval (S) up to %d hides the host's work: it needs up to %.3g ms per call at S=%d, and a call takes "
+            "%.3g ms, with %.3g ms of stalls at S=%d. What would help: %s",
             change.limit, change.host_ms, choice.interval, change.step_ms, change.stall_ms, change.before, ", ".join(ways),
         )  # fmt: skip
 
