@@ -25,7 +25,7 @@ import triton
 from torch import Tensor
 
 from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, Update, targets
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.torch_block import TorchBlock
 from stallfree.kernels.triton import Tile, Tiling, TritonBlock
 

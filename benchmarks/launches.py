@@ -21,7 +21,7 @@ import torch
 import triton
 
 from stallfree.kernels.block import BlockLayout, Part, Segment, targets
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.triton import TritonBlock
 from stallfree.kernels.triton_functions import adamw_kernel, publish_kernel, split_kernel
 from stallfree.kernels.triton_launch import Launch

@@ -14,7 +14,7 @@ import torch
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.kernels import block_kernel
 from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, targets
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.judging import Evidence, Policy
 from stallfree.kernels.torch_block import TorchBlock
 

@@ -24,7 +24,7 @@ from stallfree.engine.interval import IntervalChange
 from stallfree.engine.pipeline import Engine, Hypers
 from stallfree.engine.sharding import Agreement, RankSums, gradient_of, groups_of, shard_of, whole
 from stallfree.ignored import warn_of_ignored
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.telemetry.meter import mean_by_kind
 
 

@@ -13,7 +13,7 @@ if "triton" not in sys.modules and not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from stallfree.kernels.block import BlockLayout, Part, Segment, pieces, targets
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.torch_block import TorchBlock
 
 HYPER = Hyper(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)

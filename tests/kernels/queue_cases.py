@@ -2,7 +2,7 @@
 
 import torch
 
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.native import NativeReplay
 from stallfree.kernels.native_queue import NativeQueue
 from stallfree.kernels.queue import TorchQueue

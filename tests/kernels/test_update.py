@@ -5,7 +5,7 @@ import torch
 from block_cases import BLOCKS, DTYPES, HYPER, KERNELS, Case, make_kernel, same
 
 from stallfree.kernels.block import BlockLayout, Part, Segment, targets
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.torch_block import TorchBlock
 
 MODEL = [  # parts of one model: both axes, every dtype, lengths and starts that allow vectors and others, nothing selected

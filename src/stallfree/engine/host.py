@@ -18,7 +18,7 @@ from stallfree.engine.memory import host_memory
 from stallfree.engine.pace import Pace
 from stallfree.engine.streams import Point, Timeline
 from stallfree.kernels import host_kernel, host_queue
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.queue import HostError, WindowTimes
 from stallfree.kernels.replay import ReplayJob, SlotGradient
 from stallfree.kernels.windows import HostWeight, WindowWork

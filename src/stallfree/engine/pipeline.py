@@ -37,7 +37,7 @@ from stallfree.engine.uninterrupted import uninterrupted
 from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window
 from stallfree.kernels import block_kernel
 from stallfree.kernels.block import Update
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.queue import FORKED
 from stallfree.kernels.replay import ReplayJob
 from stallfree.kernels.windows import Call, HostExchange, WindowWork

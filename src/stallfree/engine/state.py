@@ -28,7 +28,7 @@ from stallfree.engine.schedule import BlockSchedule
 from stallfree.engine.sharding import layout_of, of_this_rank, whole, whole_channels
 from stallfree.engine.weights import notice_writes
 from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 
 
 def populate(engine: Engine, into: MutableMapping[Any, Any]) -> None:

@@ -18,7 +18,7 @@ from stallfree.engine.sharding import FORM, OwnGradients, is_sharded
 from stallfree.engine.slots import Slot, SlotPool
 from stallfree.engine.streams import Point
 from stallfree.engine.transfer import Arrival, Link
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.replay import SlotGradient
 from stallfree.kernels.windows import HostBlock, HostExchange
 

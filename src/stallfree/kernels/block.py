@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 
 if TYPE_CHECKING:
     from stallfree.kernels.judging import Evidence, Judging, Policy

@@ -12,7 +12,7 @@ from functools import cache, lru_cache
 
 from torch import Tensor
 
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.native import DTYPES, LIBRARY, RULES, NativeReplay, failure, load_library
 from stallfree.kernels.queue import HISTORY, HostError, HostQueue, QueueStats, WindowTimes
 from stallfree.kernels.windows import HostBlock, WindowWork, check_block, check_window, window_numel

@@ -17,7 +17,7 @@ from stallfree.kernels.block import (
     check_split,
     check_step,
 )
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.judging import Evidence, Judging, Policy
 from stallfree.kernels.torch_judging import TorchJudging
 

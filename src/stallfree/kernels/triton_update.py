@@ -19,7 +19,7 @@ import triton
 from torch import Tensor
 
 from stallfree.kernels.block import Part, Segment, check_parts, check_step
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.triton_functions import adamw_kernel, count_kernel
 from stallfree.kernels.triton_launch import Launch, current_device, launch_all
 from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Table, Tile, Tiling, programs, table

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from stallfree.kernels.device import Hyper
+from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.replay import GRADIENT_DTYPES, MOMENT_DTYPES, ReplayJob, SlotGradient, check_array
 
 
