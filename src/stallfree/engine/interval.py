@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 HEADROOM = 0.85  # of the calls' time may be host work: copies share the memory bus, and calls differ
-CALM = 0.5  # of it where training is launch-bound: a memory that replay saturates for longer slows the launching thread
+CALM = 0.35  # of it where training is launch-bound: the host at work slows the launching thread
 SPARE = 1.25  # a smaller S has to fit with this much to spare, so that S does not go back and forth
 STALLED = 0.05  # of a call's time: what stalls more needs a larger S, whatever the host's own time says
 
@@ -140,7 +140,7 @@ class IntervalChange(NamedTuple):
         if self.stall_ms and self.stall_ms > STALLED * self.step_ms:
             text += f" and {_ms(self.stall_ms)} of stalls"
         if self.launch_bound:
-            text += ", bound by the launching thread, which a busy memory slows"
+            text += ", bound by the launching thread, which the host at work slows"
         if after != before:
             text += f"; at S={after} it needs up to {_ms(self.host_ms)}"
         if after == self.limit and self.rho is not None:
