@@ -13,7 +13,9 @@ from torch import nn
 import stallfree.limits
 import stallfree.planner
 from stallfree import ZenFlowAdamW, ZenFlowConfig
+from stallfree.engine.calls import CALLS
 from stallfree.engine.stalls import Stalls
+from stallfree.engine.tuner import APART
 from stallfree.kernels.queue import QueueStats
 
 SETTINGS = dict(topk_ratio=0.25, full_warm_up_rounds=3, select_interval=10, min_numel=0, block_numel=1, staleness_budget=50.0)
@@ -374,3 +376,19 @@ def test_a_resumed_run_keeps_the_room_it_began_with(monkeypatch):
     with pytest.raises(ValueError, match="max_update_interval=8"):
         given.optimizer.load_state_dict(state)
     given.optimizer.close()
+
+
+def test_the_host_has_all_threads_only_while_it_is_measured():
+    run = Run()
+    run.host = 0.2
+    held, worker = [], run.optimizer.engine.worker
+    keep_pace, worker.keep_pace = worker.keep_pace, lambda *how: (held.append(how[-1]), keep_pace(*how))
+    run.play(FIRST)
+    assert all(held), "until the first decision"
+    assert run.changes == [(FIRST, 2, 4)]
+    held.clear()
+    run.play(100)
+    first = held.index(True)
+    assert APART - 2 * CALLS < first < APART - CALLS, "which is judged once more"
+    assert sum(held) <= CALLS + 4 + 1
+    run.optimizer.close()

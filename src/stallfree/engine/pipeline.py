@@ -130,7 +130,7 @@ class Engine:
             with self.link.device_guard():
                 self._update(hypers)
                 self.tuner.after_call(self)
-            self.worker.keep_pace(self.link.waited(), self.clock.interval, self.clock.warming or self.tuner.measures)
+            self.worker.keep_pace(self.link.waited(), self.clock.interval, self.clock.warming or self.tuner.measures(self.clock))
         except BaseException as error:
             self.failed = error
             raise

@@ -11,7 +11,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from stallfree.engine.calls import Mark, Recorder, unpaused
+from stallfree.engine.calls import CALLS, Mark, Recorder, unpaused
 from stallfree.engine.interval import (
     Choice,
     HostCost,
@@ -67,10 +67,10 @@ class IntervalTuner:
     def deciding(self) -> bool:
         return self.config.update_interval == "auto" and self.config.interval_schedule is None and not self.by_user
 
-    @property
-    def measures(self) -> bool:
+    def measures(self, clock: Clock) -> bool:
         """Whether a decision is near, for which the host has to show how fast it can be."""
-        return self.deciding and (self._basis is None or self._noticed)
+        near = clock.call + CALLS + clock.interval >= self._next  # what was begun more slowly is done by then
+        return self.deciding and near and (self._basis is None or self._noticed)
 
     def after_call(self, engine: Engine) -> None:
         clock = engine.clock
