@@ -16,6 +16,7 @@ from stallfree.engine import pipeline
 from stallfree.engine.blocks import build_blocks, classify
 from stallfree.engine.ring import Ring, ring_bytes
 from stallfree.engine.slots import SlotPool
+from stallfree.engine.staging import Staging
 from stallfree.engine.streams import Point, Timeline
 from stallfree.engine.transfer import Link
 from stallfree.kernels.queue import HostError
@@ -235,6 +236,59 @@ def test_pieces_change_no_bit(monkeypatch, settings, dtype, staging_bytes):
     rnd = random.Random(staging_bytes)
     use(monkeypatch, lambda: time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 5e-4])), staging_bytes)
     assert_identical(played(*large(dtype, **settings)), expected)
+
+
+def test_later_pieces_of_a_large_block_go_between_those_of_others(monkeypatch):
+    """So that others do not wait for all of them; the last ones go in step()."""
+    use(monkeypatch, staging_bytes=1024)
+    params, optimizer = large(topk_ratio=0.0)
+    blocks, sent, send = optimizer.engine.blocks, [], Staging._send
+
+    def noted(self, block, places, grads, low, target):
+        sent.append((blocks.index(block), low))
+        send(self, block, places, grads, low, target)
+
+    monkeypatch.setattr(Staging, "_send", noted)
+    for t in range(3):
+        sent.clear()
+        accumulate(params, t)
+        optimizer.step()
+        optimizer.zero_grad()
+    count = sum(block == 4 for block, _ in sent)
+    assert count > 6
+    first = [(4, 0), (4, 128), (3, 0), (4, 256), (2, 0), (4, 384), (1, 0), (4, 512), (0, 0)]
+    assert sent == first + [(4, 128 * place) for place in range(5, count)]
+    optimizer.close()
+
+
+@pytest.mark.parametrize("between", ["nothing", "zeroed", "set to none", "saved", "a second backward pass", "exact weights"])
+@pytest.mark.parametrize("select", [2, 5])
+def test_whatever_comes_between_backward_and_step_pieces_change_no_bit(monkeypatch, between, select):
+    def weights() -> list[torch.Tensor]:
+        params, optimizer = large(select_interval=select)
+        for t in range(12):
+            accumulate(params, t)
+            if t % 3 == 1:
+                if between == "zeroed" or between == "set to none":
+                    optimizer.zero_grad(set_to_none=between == "set to none")
+                    accumulate(params[2:], 100 + t)
+                elif between == "saved":
+                    optimizer.state_dict()
+                elif between == "a second backward pass":
+                    accumulate(params[t % 4 :], 100 + t)
+                elif between == "exact weights":
+                    with optimizer.exact_weights():
+                        pass
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.flush()
+        optimizer.close()
+        return [param.detach().clone() for param in params]
+
+    expected = weights()
+    rnd = random.Random(select)
+    use(monkeypatch, lambda: time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 5e-4])), 600)
+    assert_identical([weights()], [expected])
 
 
 def test_waiting_for_staging_memory_is_a_stall(monkeypatch):

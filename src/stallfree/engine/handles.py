@@ -106,6 +106,7 @@ class Handles:
         rows = staged.weight.rows_of(full)
         rows.index_copy_(0, division.selected[place], layout.selected_rows(block.half.gradient, place))
         link = self.engine.link
+        self.engine.staging.send_rest()
         with link.device_guard():
             link.wait_down()
             for low, piece in block.half.pieces(layout, block.take_slot()):

@@ -10,8 +10,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 
 import torch
@@ -109,9 +109,12 @@ class Engine:
         if self.delay:
             time.sleep(self.delay(where))
 
-    def uninterrupted(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
         """Whatever reads or changes state between calls does so inside."""
-        return uninterrupted(self._lock)
+        with uninterrupted(self._lock):
+            self.staging.send_rest()
+            yield
 
     # One call
 
@@ -130,7 +133,8 @@ class Engine:
             with self.link.device_guard():
                 self._update(hypers)
                 self.tuner.after_call(self)
-            self.worker.keep_pace(self.link.waited(), self.clock.interval, self.clock.warming or self.tuner.measures(self.clock))
+            measured = self.clock.warming or self.tuner.measures(self.clock)
+            self.worker.keep_pace(self.link.waited(), self.clock.interval, measured)
         except BaseException as error:
             self.failed = error
             raise

@@ -6,10 +6,11 @@ call, the block is staged at once; until then `.grad` is a plain tensor. `step()
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -44,11 +45,22 @@ ATTRIBUTES, STAGED = attrgetter("__dict__"), attrgetter("staged")
 PLAIN_ONLY = {Tensor}
 
 
+class LaterPiece(NamedTuple):
+    """Of a large block's gradients, which live until it is sent."""
+
+    block: BlockState
+    places: Sequence[int]
+    grads: Sequence[Tensor | None]
+    low: int
+    target: Tensor
+
+
 class Staging:
     """Stages gradients of one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._later: deque[LaterPiece] = deque()  # oldest first
         self._loose: list[OwnGradients] = []  # of sharded residents whose gradients lie among those of blocks staged already
         self.handles = Handles(engine)
 
@@ -155,6 +167,7 @@ class Staging:
         block.turn = engine.turns
         with engine.link.device_guard():
             self.fill(block, places, dense)
+            self._send_next()
         self._stand(block, places)
         self._loose += block.residents
         if engine.config.update_in_backward and block.early is None:
@@ -202,25 +215,43 @@ class Staging:
     def fill(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
         """Take gradients apart and bring the deferred rows down: each piece in one copy, if all gradients are there.
 
-        The first piece has all that the device needs in this call; computation does not wait for the others.
+        The first piece has all that the device needs in this call. Computation does not wait for the others, and neither do
+        the first pieces of blocks that come next: of the others one is sent after each.
         """
-        link, half, layout = self.engine.link, block.half, block.half.division.layout
-        slot = block.take_slot()
+        if any(later.block is block for later in self._later):
+            self.send_rest()
+        first, *others = block.half.pieces(block.half.division.layout, block.take_slot())
+        self._send(block, places, grads, *first)
+        self._later += [LaterPiece(block, places, grads, *piece) for piece in others]
+
+    def _send_next(self) -> None:
+        if self._later:
+            self._send(*self._later.popleft())
+
+    def send_rest(self) -> None:
+        """Send what has been left for later: before anybody reads or changes what is staged."""
+        if self._later and self.engine.belongs_here and not self.engine.closed:
+            with self.engine.link.device_guard(), torch.no_grad():
+                while self._later:
+                    self._send_next()
+
+    def _send(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None], low: int, target: Tensor) -> None:
+        link, layout = self.engine.link, block.half.division.layout
         assert block.filling is not None
         after = block.filling.after
-        for low, target in half.pieces(layout, slot):
-            with link.beside(grads) if low else NOWHERE, link.staging(target, after) as staged:
-                half.split(grads, staged, low)
-                if len(places) == len(layout.segments):
-                    link.down(staged, target, after)
-                else:
-                    for place in places:
-                        link.down(layout.deferred_rows(staged, place, low), layout.deferred_rows(target, place, low), after)
+        with link.beside(grads) if low else NOWHERE, link.staging(target, after) as staged:
+            block.half.split(grads, staged, low)
+            if len(places) == len(layout.segments):
+                link.down(staged, target, after)
+            else:
+                for place in places:
+                    link.down(layout.deferred_rows(staged, place, low), layout.deferred_rows(target, place, low), after)
         block.sent = link.sent()
 
     def _replay_early(self, block: BlockState, states: Sequence[WeightState]) -> None:
         """Begin the host update of a block, if its number of backward passes is known."""
         engine = self.engine
+        self.send_rest()
         if any(block.passes_expected[state.place] is None for state in states):
             return
         weights.notice_writes(engine)
@@ -263,6 +294,7 @@ class Staging:
             left = engine.blocks
         for block in left:
             self._stage_left(block)
+        self.send_rest()
 
     def _refuse_outsiders(self, ids: Set[int]) -> None:
         """Of parameters that somebody has taken out of the groups nobody knows the settings."""
