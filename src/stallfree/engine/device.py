@@ -11,7 +11,7 @@ from torch import Tensor
 from stallfree.engine import selection
 from stallfree.engine.blocks import Block, aligned
 from stallfree.engine.channels import Channels
-from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, Targets, pieces, targets
+from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, Targets, block_targets, pieces, targets
 
 Layouts = dict[tuple[Segment, ...], BlockLayout]
 
@@ -34,18 +34,25 @@ class Division:
     def of(cls, layout: BlockLayout, selected: Sequence[Tensor], deferred: Sequence[Tensor]) -> Division:
         return cls(layout, targets(layout, selected, deferred), tuple(selected), tuple(deferred))
 
+    @classmethod
+    def of_block(cls, layout: BlockLayout, places: Tensor, rows: Tensor) -> Division:
+        """places, rows: int64, channels by number in the block."""
+        selected = (places - layout.first_channel_of_place).split([segment.selected for segment in layout.segments])
+        deferred = (rows - layout.first_channel_of_row).split([segment.deferred for segment in layout.segments])
+        return cls(layout, block_targets(layout, places, rows), selected, deferred)
+
 
 @dataclass(eq=False, slots=True)
 class Handover:
     """Channels on the move between a selection and the next call, in places of the device state that change hands."""
 
     division: Division  # from the next gradient on
-    moved: tuple[Tensor, ...]  # by weight: [places] bool
+    moved: Tensor  # [places] bool
 
     def write_numbers(self, out: Tensor) -> None:
         """As the host wants to know it: channels of places, channels of rows, and which places change hands; int32."""
         who = self.division.targets
-        torch.cat([who.selected, who.deferred, *(mask.int() for mask in self.moved)], out=out)
+        torch.cat([who.selected, who.deferred, self.moved.int()], out=out)
 
 
 class SelectedState:
@@ -68,9 +75,8 @@ class SelectedState:
         self.numbers = torch.empty(numbers, dtype=torch.int32, device=self.device)  # of a hand-over, on their way down
         self.gradient = torch.empty(self.chosen.selected_numel, dtype=block.dtype, device=self.device)
         self.nothing = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._alike: dict[tuple[int, int], list[int]] = {}  # by channels and places: weights
-        for place, weight in enumerate(block.weights):
-            self._alike.setdefault((weight.channels, weight.selected_count), []).append(place)
+        sizes, counts = [weight.channels for weight in block.weights], [weight.selected_count for weight in block.weights]
+        self._geometry = selection.Geometry.of(sizes, counts, self.device)
         self.held = torch.zeros(self.chosen.places, dtype=torch.int32, device=self.device)  # the channel of each place
         self._squares: tuple[Tensor, Tensor] | None = None  # all there are, and the block's
         self.reset()
@@ -146,45 +152,29 @@ class SelectedState:
     def show(self) -> None:
         """Write the masters of selected channels into the parameters."""
         if self.installed.layout.places:
+            values = self.master.to(self.block.dtype)
             for place, weight in enumerate(self.block.weights):
                 rows = self.installed.layout.segments[place].rows(weight.shard)
-                rows.index_copy_(0, self.installed.selected[place], self.rows(self.master, place).to(weight.dtype))
+                rows.index_copy_(0, self.installed.selected[place], self.rows(values, place))
 
     def select(self) -> None:
         """Choose the channels of the next window; state moves at the next call (`Exchange`)."""
-        handover, kept = self._choose(self.installed.selected if self.installed.divided else None)
-        for places, share in kept:
-            for number, place in enumerate(places):
-                self.retention[place] = None if share is None else share[number]
+        handover, kept = self._choose(self.installed.targets if self.installed.divided else None)
+        self.retention = [None] * len(self.block.weights) if kept is None else [*kept.unbind()]
         self.follow(self.installed, handover)
 
-    def _choose(self, held: Sequence[Tensor] | None) -> tuple[Handover, list[tuple[list[int], Tensor | None]]]:
-        """The best channels by score. held: by weight, those that the device holds.
-
-        Also which share of these is chosen again, by weights with as many channels.
-        """
-        selected, deferred, moves = ([self.nothing] * len(self.block.weights) for _ in range(3))
-        shares: list[tuple[list[int], Tensor | None]] = []
-        for (channels, count), places in self._alike.items():
-            score = torch.stack([self.nobody.channels_of(self.score, place) for place in places])
-            chosen = selection.choose(score, count)
-            if held is not None:
-                numbers, moved = selection.rearrange(torch.stack([held[place] for place in places]), chosen)
-                shares.append((places, 1 - moved.float().mean(-1)))
-            else:
-                numbers = selection.first_places(chosen, count)
-                moved = torch.ones_like(numbers, dtype=torch.bool)
-                shares.append((places, None))
-            rest = selection.first_places(~chosen, channels - count)
-            for number, place in enumerate(places):
-                selected[place], deferred[place], moves[place] = numbers[number], rest[number], moved[number]
-        return Handover(Division.of(self.chosen, selected, deferred), tuple(moves)), shares
+    def _choose(self, held: Targets | None) -> tuple[Handover, Tensor | None]:
+        """The best channels by score; and by weight, which share of those that the device holds is chosen again."""
+        layout = self.chosen
+        numbers = None if held is None else held.selected + layout.first_channel_of_place
+        places, rows, moved, kept = selection.select(self.score, self._geometry, numbers)
+        return Handover(Division.of_block(layout, places, rows), moved), kept
 
     def _rehearse(self) -> None:
         """Load what selections launch: the first use of a kernel may wait for the device, and take tens of milliseconds."""
         if self.chosen.places:
             first, _ = self._choose(None)
-            then, _ = self._choose(first.division.selected)
+            then, _ = self._choose(first.division.targets)
             then.write_numbers(self.numbers)
             place, row = self.nothing.new_zeros(1), self.master[:1].view(1, 1).to(self.block.dtype)
             row.clone().index_copy_(0, place, row)

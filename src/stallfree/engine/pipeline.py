@@ -235,7 +235,7 @@ class Engine:
         self.meter.reselections += 1
         assert half.handover is not None
         rounds = window.due > self.clock.call + 1  # lag > 1: whether anyone moves decides when the window is due
-        if rounds and not any(bool(moved.any()) for moved in half.handover.moved):
+        if rounds and not bool(half.handover.moved.any()):
             half.follow(half.installed)
             return
         assert block.exchange is not None

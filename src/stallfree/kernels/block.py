@@ -153,11 +153,16 @@ def targets(layout: BlockLayout, selected: Sequence[Tensor], deferred: Sequence[
                 f"weight {index} divides its {segment.channels} channels into {segment.selected} selected and "
                 f"{segment.deferred} deferred, not {tuple(selected[index].shape)} and {tuple(deferred[index].shape)}"
             )
-    rows = torch.empty(layout.channels, dtype=torch.int32, device=layout.device)
-    places, held = torch.cat([rows[:0].long(), *selected]), torch.cat([rows[:0].long(), *deferred])
-    rows.index_copy_(0, places + layout.first_channel_of_place, layout.place_numbers)
-    rows.index_copy_(0, held + layout.first_channel_of_row, -1 - layout.row_numbers)
-    return Targets(rows, places.int(), held.int())
+    nothing = torch.empty(0, dtype=torch.int64, device=layout.device)
+    places, rows = torch.cat([nothing, *selected]), torch.cat([nothing, *deferred])
+    return block_targets(layout, places + layout.first_channel_of_place, rows + layout.first_channel_of_row)
+
+
+def block_targets(layout: BlockLayout, places: Tensor, rows: Tensor) -> Targets:
+    """The same from int64 `[places]` and `[deferred channels]`: channels by number in the block, weight by weight."""
+    where = torch.empty(layout.channels, dtype=torch.int32, device=layout.device)
+    where.index_copy_(0, places, layout.place_numbers).index_copy_(0, rows, -1 - layout.row_numbers)
+    return Targets(where, (places - layout.first_channel_of_place).int(), (rows - layout.first_channel_of_row).int())
 
 
 class Part(NamedTuple):
