@@ -44,19 +44,24 @@ def shares(rows: int, ranks: int) -> list[slice]:
     return [slice(start, min(start + part, rows)) for start in range(0, rows, part)]
 
 
+def best(score: Tensor, count: int) -> Tensor:
+    """Mask of the highest scores, as the engine chooses them."""
+    return selection.choose(score, selection.Geometry.of([len(score)], [count], score.device))
+
+
 def by_rank(score: Tensor, ratio: float, ranks: int) -> Tensor:
     """Mask of what each rank selects of its own rows, as the engine counts them."""
     chosen = torch.zeros_like(score, dtype=torch.bool)
     for part in shares(len(score), ranks):
         here = part.stop - part.start
-        chosen[part] = selection.choose(score[part], min(round(ratio * here), here - 1))
+        chosen[part] = best(score[part], min(round(ratio * here), here - 1))
     return chosen
 
 
 def with_capacity(score: Tensor, ratio: float, ranks: int, room: float) -> Tensor:
     """Mask of the best of the whole table, of which a rank takes `room` times its share at most."""
     allowed = by_rank(score, ratio * room, ranks)
-    return selection.choose(torch.where(allowed, score, -1.0), min(round(ratio * len(score)), int(allowed.sum()))) & allowed
+    return best(torch.where(allowed, score, -1.0), min(round(ratio * len(score)), int(allowed.sum()))) & allowed
 
 
 def rules(ratio: float) -> dict[str, Callable[[Tensor], Tensor]]:

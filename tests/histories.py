@@ -81,6 +81,13 @@ def backward(params: list[Tensor], grads: list[Tensor | None]) -> None:
         sum(terms).backward()
 
 
+def accumulate(params: list[torch.nn.Parameter], t: int) -> None:
+    """A backward pass that reaches the last parameter first."""
+    for param in reversed(params):
+        generator = torch.Generator().manual_seed(t)
+        (param * torch.randn(param.shape, generator=generator).to(param.dtype)).sum().backward()
+
+
 def clip_norm(call: Call) -> float:
     return 0.5 * call.scale
 

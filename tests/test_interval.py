@@ -2,7 +2,17 @@
 
 import pytest
 
-from stallfree.engine.interval import Choice, HostCost, IntervalChange, UpdateBytes, UpdateTime, choose, loads, staleness_limit
+from stallfree.engine.interval import (
+    HEADROOM,
+    Choice,
+    HostCost,
+    IntervalChange,
+    UpdateBytes,
+    UpdateTime,
+    choose,
+    staleness_limit,
+)
+from stallfree.engine.schedule import loads
 
 FP32, BF16 = UpdateBytes(state=26, slot=2), UpdateBytes(state=18, slot=2)  # bf16 weights; type of the moments
 H200 = UpdateTime(4, 1.39e9 * 0.235e-9)  # 1.39e9 deferred parameters, measured at S=4
@@ -107,6 +117,41 @@ def test_what_closes_in_the_busiest_call_has_to_hide(shares, step_ms, interval, 
     cost = HostCost.of(by_bytes(H200, 2), FP32)
     chosen = choose(2, 8, step_ms / 1e3, cost, loads_of=lambda interval: loads(shares, interval, 1))
     assert chosen == Choice(interval, hides)
+
+
+EVEN, LARGE = [1 / 8] * 8, [0.3] + [0.1] * 7
+
+
+@pytest.mark.parametrize("shares", [EVEN, LARGE])
+@pytest.mark.parametrize("launch_bound", [False, True])
+def test_what_is_said_to_hide_does(shares, launch_bound):
+    for state, slot in ((1.0, 0.077), (1.0, 0.2), (0.3, 0.3)):
+        cost = HostCost(state, slot)
+        for step in (0.02 * n for n in range(3, 80)):
+            fitting = [s for s in range(1, 9) if max(loads(shares, s, 1)) * cost.per_call(s) <= HEADROOM * step]
+            for current in range(1, 9):
+                for stall in (0.0, 0.1 * step):
+                    chosen = choose(current, 8, step, cost, stall, launch_bound, lambda s: loads(shares, s, 1))
+                    if stall:
+                        assert chosen.interval >= current
+                    else:
+                        assert chosen.hides is (chosen.interval in fitting) is bool(fitting)
+
+
+def test_stalls_ask_for_a_larger_interval_only_if_its_busiest_call_has_less_to_do():
+    """S of 5 to 7 have calls in which two of eight phases close."""
+    cost = HostCost(1.0, 0.077)
+    assert choose(4, 8, 1.0, cost, 0.1, loads_of=lambda s: loads(EVEN, s, 1)) == Choice(8, hides=True)
+    assert choose(8, 8, 1.0, cost, 0.1, loads_of=lambda s: loads(EVEN, s, 1)) == Choice(8, hides=False)
+
+
+def test_where_nothing_hides_a_tenth_more_or_less_changes_nothing():
+    cost, current = HostCost(1.0, 0.2), 2
+    seen = []
+    for step in (0.78, 0.70, 0.78, 0.85, 0.78, 0.70):
+        current = choose(current, 8, step, cost, loads_of=lambda s: loads(LARGE, s, 1)).interval
+        seen.append(current)
+    assert len(set(seen)) == 1
 
 
 def test_no_interval_above_the_limit():

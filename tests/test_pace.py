@@ -75,7 +75,7 @@ def test_threads_that_were_needed_are_kept_until_calls_take_longer():
     machine = Machine(0.3, step=0.1, saturates=9)
     machine.run(20 * CALLS)
     few = machine.pace.threads
-    machine.stalled, machine.uneven = machine.stalled + 0.1, 1.4
+    machine.stalled, machine.uneven = machine.stalled + 0.1, 1.6
     machine.run(CALLS)
     machine.uneven = 1.0
     assert machine.pace.threads > few
@@ -89,7 +89,7 @@ def test_a_need_is_forgotten_in_the_end():
     machine = Machine(0.3, step=0.1, saturates=9)
     machine.run(20 * CALLS)
     few = machine.pace.threads
-    machine.stalled, machine.uneven = machine.stalled + 0.1, 1.4
+    machine.stalled, machine.uneven = machine.stalled + 0.1, 1.6
     machine.run(CALLS)
     machine.uneven = 1.0
     assert machine.pace.threads > few

@@ -15,12 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from stallfree.config import ZenFlowConfig
+from stallfree.engine.schedule import loads
 from stallfree.engine.sharding import Groups, check_sharding, groups_of, part_in, shard_of
 from stallfree.kernels.block import Segment
 
 ALIGNMENT = 64  # elements
 STATE = ("master", "exp_avg", "exp_avg_sq")  # AdamW's, of an element
-EVEN = 1.1  # as even as with smaller blocks: the busiest call has so many times what it has with them at most
+EVEN = 1.2  # the busiest call may have so many times what it has with smaller blocks
 SHARES = 2  # of topk_ratio, for a rank that holds some of the channels: the best are not spread evenly
 TABLE_NAMES = re.compile(r"embed|wte|wpe|word_embeddings|lookup|lm_head", re.IGNORECASE)
 TABLE_ROWS, TABLE_RATIO = 8192, 8  # a parameter with that many rows, that many times its columns, is a table by any name
@@ -214,13 +215,17 @@ def _channels(tensor: Tensor, channel_dim: int) -> int:
 def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block]:
     """Neighbouring weights of one dtype, up to `block_numel` elements; phases share the elements out evenly.
 
-    A layer is a block; of a large one there are several. Small ones share one, because each costs the launching thread time: as
-    many as leave a block for every phase, or half as many where phases are more even with smaller blocks.
+    A layer is a block; of a large one there are several. Small ones share one, because each costs the launching thread time: up
+    to what a phase has on average, or a half or a quarter of that if calls are more even then.
     """
-    count = config.max_update_interval if config.stagger else 1
-    divisions = [_with_phases(_shared(weights, config, parts * count), count) for parts in (1, 2, 4)]
-    loads = [max(_loads(blocks, count)) for blocks in divisions]
-    return next(blocks for blocks, load in zip(divisions, loads, strict=True) if load <= EVEN * min(loads))
+    most = config.max_update_interval
+    if not config.stagger:
+        return _shared(weights, config, 2 * most)
+    divisions = [_with_phases(_shared(weights, config, parts * most), most) for parts in (1, 2, 4)]
+    busiest = [_busiest(blocks, most) for blocks in divisions]
+    least = [min(loads) for loads in zip(*busiest, strict=True)]
+    even = (all(load <= EVEN * best for load, best in zip(loads, least, strict=True)) for loads in busiest)
+    return next((blocks for blocks, fits in zip(divisions, even, strict=True) if fits), divisions[-1])
 
 
 def _shared(weights: Sequence[Weight], config: ZenFlowConfig, parts: int) -> list[Block]:
@@ -259,12 +264,12 @@ def _with_phases(blocks: list[Block], count: int) -> list[Block]:
     return blocks
 
 
-def _loads(blocks: Sequence[Block], count: int) -> list[int]:
-    """Elements by phase."""
-    load = [0] * count
+def _busiest(blocks: Sequence[Block], most: int) -> list[float]:
+    """What the busiest call has to do, by S up to `most`, 1 on average."""
+    shares, total = [0.0] * most, sum(block.whole_numel for block in blocks)
     for block in blocks:
-        load[block.phase] += block.whole_numel
-    return load
+        shares[block.phase] += block.whole_numel / total
+    return [max(loads(shares, interval, lag=1)) for interval in range(1, most + 1)]
 
 
 def layer_of(name: str) -> str:

@@ -56,16 +56,6 @@ class HostCost:
         return self.state / interval + self.slot
 
 
-def loads(shares: Sequence[float], interval: int, lag: int) -> list[float]:
-    """What the host has to do for each call in turn, 1 on average: what closes in `lag` calls, in which it has to be done.
-
-    shares: of all elements, by phase. An S that does not divide their number has calls in which more phases close.
-    """
-    closing = [sum(shares[first::interval]) for first in range(interval)]
-    calls = min(max(lag, 1), interval)
-    return [sum((closing + closing)[first : first + calls]) * interval / calls for first in range(interval)]
-
-
 @dataclass(frozen=True)
 class Choice:
     """An S, and whether it hides the host's work."""
@@ -92,26 +82,39 @@ def choose(
 ) -> Choice:
     """The smallest S up to `largest` that hides; one below the current S only if it does so with `SPARE`.
 
-    step_seconds, stall_seconds: of a call; the first is the time without stalls. loads_of: by S, see `loads`.
+    If none does, the one with which least is left over, or the current S if that is not clearly more. Calls that stall all the
+    same get a larger S whose busiest call has less to do, if there is one.
+
+    step_seconds, stall_seconds: of a call; the first is the time without stalls. loads_of: by S, see `schedule.loads`.
     """
-    room, some = (CALM if launch_bound else HEADROOM) * step_seconds, range(1, largest + 1)
+    every, current = range(1, largest + 1), min(current, largest)
+    most, room = HEADROOM * step_seconds, (CALM if launch_bound else HEADROOM) * step_seconds
 
     def excess(interval: int, room: float) -> float:
         """How much does not fit, in seconds per call."""
         return statistics.fmean(max(0.0, cost.per_call(interval) * load - room) for load in loads_of(interval))
 
-    def smallest(spare: float) -> int | None:
-        return next((s for s in some if not excess(s, room / spare)), None)
-
-    needed, current = smallest(1.0), min(current, largest)
-    if needed is None:
+    def lightest(some: Sequence[int]) -> int:
         best = min(some, key=lambda s: excess(s, room))
-        return Choice(best, hides=not excess(best, HEADROOM * step_seconds))
+        near = current in some and excess(current, room) - excess(best, room) <= STALLED * step_seconds
+        return current if near else best
+
+    def busiest(interval: int) -> float:
+        return cost.per_call(interval) * max(loads_of(interval))
+
+    hiding = [s for s in every if not excess(s, most)]
+    calm = [s for s in hiding if not excess(s, room)]
+    if calm:
+        spare = [s for s in calm if s < current and not excess(s, room / SPARE)]
+        stays = [s for s in calm if s >= current]
+        wanted = (spare or stays or calm)[0]
+    else:
+        wanted = lightest(hiding or every)
     if stall_seconds > STALLED * step_seconds:
-        return Choice(max(needed, min(current + 1, largest)), hides=needed > current or current < largest)
-    if needed < current:
-        needed = min(smallest(SPARE) or current, current)
-    return Choice(needed, hides=True)
+        lighter = [s for s in every if s > current and busiest(s) < busiest(current)]
+        wanted = max(wanted, lighter[0] if lighter else current)
+        return Choice(wanted, hides=wanted in hiding and wanted > current)
+    return Choice(wanted, hides=wanted in hiding)
 
 
 class IntervalChange(NamedTuple):

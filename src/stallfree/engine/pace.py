@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from stallfree.engine.calls import Mark, Recorder, unpaused, usual_seconds
 
 AIM, MOST = 0.7, 0.85  # of the calls' time for host work: what is aimed at, and what is too much
-PEAK = 0.9  # of a call's time for the host work of the busiest one: a large block, or a selection
-STALLED = 0.01  # of the calls' time: what waits more needs more threads, unless
-QUIET = 0.75  # the busiest call's work takes less of a call than that: then the device waits for copies
+PEAK = 0.9  # of a call's time for the host work of the busiest one, with a large block or a selection: likewise
+STALLED = 0.01  # of the calls' time: if the device waits more and the busiest call has too much to do, it waits for the host
 CHANGED = 0.2  # by how much calls have to take longer for threads to be given away that were needed
 REMEMBERED = 32  # measurements for which that holds
 
@@ -54,11 +53,11 @@ class Pace:
 
     def _choose(self, calls: Sequence[Mark]) -> int:
         usual, counted = usual_seconds(calls), unpaused(calls)
-        time, busy, stalled = (sum(getattr(call, name) for call in counted) for name in ("seconds", "busy", "stalled"))
-        # With fewer threads the same work takes longer by less than their number says.
+        time, busy, stalled = (sum(float(getattr(call, name)) for call in counted) for name in ("seconds", "busy", "stalled"))
         peak = max(call.busy for call in calls) / usual
-        enough: int = math.ceil(self.threads * max(busy / time / AIM, peak / PEAK))
-        if busy > MOST * time or (stalled > STALLED * time and peak > QUIET):
+        # With fewer threads the same work takes longer by less than their number says.
+        enough = math.ceil(self.threads * max(busy / time / AIM, peak / PEAK))
+        if busy > MOST * time or (stalled > STALLED * time and peak > PEAK):
             if self.threads < self.most:  # else nothing is known of fewer
                 self._needed, self._age = (min(self.most, max(self.threads + 1, enough)), usual), 0
             return min(self.most, max(enough, self.threads + max(1, self.threads // 2)))

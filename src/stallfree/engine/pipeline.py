@@ -10,8 +10,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from operator import attrgetter
 
 import torch
@@ -109,12 +109,9 @@ class Engine:
         if self.delay:
             time.sleep(self.delay(where))
 
-    @contextmanager
-    def uninterrupted(self) -> Iterator[None]:
+    def uninterrupted(self) -> AbstractContextManager[None]:
         """Whatever reads or changes state between calls does so inside."""
-        with uninterrupted(self._lock):
-            self.staging.send_rest()
-            yield
+        return uninterrupted(self._lock)
 
     # One call
 
@@ -339,6 +336,7 @@ class Engine:
         self.closed = True
         joining.OPEN.discard(self)
         self.hooks.close()
+        self.staging.drop_rest()
         try:
             self.link.wait_down()  # the host waits for what is on its way down
             self.worker.finish()

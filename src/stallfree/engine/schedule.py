@@ -5,6 +5,7 @@ Calls of `step()` are counted from 1, skipped ones included, because the launchi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from stallfree.config import ZenFlowConfig
@@ -65,6 +66,16 @@ class BlockSchedule:
         if clock.warming_next:
             return False
         return not self.last_selection or clock.call - self.last_selection >= select_interval
+
+
+def loads(shares: Sequence[float], interval: int, lag: int) -> list[float]:
+    """What the host has to do for each call in turn, 1 on average: what closes in `lag` calls, in which it has to be done.
+
+    shares: of all elements, by phase. An S that does not divide their number has calls in which more phases close.
+    """
+    closing = [sum(shares[first::interval]) for first in range(interval)]
+    calls = min(max(lag, 1), interval)
+    return [sum((closing + closing)[first : first + calls]) * interval / calls for first in range(interval)]
 
 
 def slots_needed(config: ZenFlowConfig) -> int:

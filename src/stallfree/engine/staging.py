@@ -46,7 +46,7 @@ PLAIN_ONLY = {Tensor}
 
 
 class LaterPiece(NamedTuple):
-    """Of a large block's gradients, which live until it is sent."""
+    """A piece of a large block's gradients that has not been sent; they live on until it is."""
 
     block: BlockState
     places: Sequence[int]
@@ -167,9 +167,10 @@ class Staging:
         block.turn = engine.turns
         with engine.link.device_guard():
             self.fill(block, places, dense)
-            self._send_next()
         self._stand(block, places)
         self._loose += block.residents
+        with engine.link.device_guard():
+            self._send_next()
         if engine.config.update_in_backward and block.early is None:
             self._replay_early(block, [block.weights[place] for place in places])
 
@@ -216,24 +217,30 @@ class Staging:
         """Take gradients apart and bring the deferred rows down: each piece in one copy, if all gradients are there.
 
         The first piece has all that the device needs in this call. Computation does not wait for the others, and neither do
-        the first pieces of blocks that come next: of the others one is sent after each.
+        the first pieces of blocks that come next: one of the others is sent now, and one after each of these. Only one block's
+        gradients live on for it.
         """
-        if any(later.block is block for later in self._later):
-            self.send_rest()
         first, *others = block.half.pieces(block.half.division.layout, block.take_slot())
+        if others or any(later.block is block for later in self._later):
+            self.send_rest()
         self._send(block, places, grads, *first)
         self._later += [LaterPiece(block, places, grads, *piece) for piece in others]
 
     def _send_next(self) -> None:
         if self._later:
-            self._send(*self._later.popleft())
+            self._send(*self._later[0])
+            self._later.popleft()
 
     def send_rest(self) -> None:
-        """Send what has been left for later: before anybody reads or changes what is staged."""
-        if self._later and self.engine.belongs_here and not self.engine.closed:
+        """Send what has been left for later: before anybody reads what is staged, or applies it."""
+        if self._later:
             with self.engine.link.device_guard(), torch.no_grad():
                 while self._later:
                     self._send_next()
+
+    def drop_rest(self) -> None:
+        """It will never be read."""
+        self._later.clear()
 
     def _send(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None], low: int, target: Tensor) -> None:
         link, layout = self.engine.link, block.half.division.layout

@@ -19,9 +19,9 @@ from stallfree.engine.interval import (
     UpdateBytes,
     UpdateTime,
     choose,
-    loads,
     staleness_limit,
 )
+from stallfree.engine.schedule import loads
 
 if TYPE_CHECKING:
     from stallfree.config import ZenFlowConfig
@@ -53,7 +53,8 @@ class IntervalTuner:
         self.schedule = dict(config.interval_schedule or {})
         self.by_user = False  # somebody has called set_update_interval
         self.history: list[IntervalChange] = []
-        self.now, self.shares = time.perf_counter, shares_by_phase
+        self.now = time.perf_counter
+        self.shares = shares_by_phase
         self._recorder = Recorder()
         self._from = 0  # the first call that may be measured
         self._next = 0  # the first call that may decide again

@@ -1,0 +1,240 @@
+"""Gradients and weights of large blocks, which go in pieces: whatever comes between two of them, no result changes."""
+
+import copy
+import random
+import threading
+import time
+
+import pytest
+import torch
+from histories import accumulate, assert_identical
+from streams import use
+
+from stallfree import ZenFlowAdamW, ZenFlowConfig
+from stallfree.engine.blocks import build_blocks, classify
+from stallfree.engine.ring import ring_bytes
+from stallfree.engine.staging import Staging
+
+LARGE = dict(topk_ratio=0.25, update_interval=2, full_warm_up_rounds=1, select_interval=2, min_numel=0, block_numel=1)
+
+
+def large(dtype: torch.dtype = torch.float32, **settings) -> tuple[list[torch.nn.Parameter], ZenFlowAdamW]:
+    """A block that comes first in the backward pass and takes many pieces, and some that take few."""
+    params = [torch.nn.Parameter(torch.ones(8, 8, dtype=dtype)) for _ in range(4)]
+    params.append(torch.nn.Parameter(torch.ones(64, 16, dtype=dtype)))
+    named = [(f"layers.0.{place}.weight", param) for place, param in enumerate(params)]
+    return params, ZenFlowAdamW(named, lr=1e-2, config=ZenFlowConfig(**LARGE | settings))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("staging_bytes", [0, 300, 1500, 1 << 20])
+def test_staging_memory_is_what_the_planner_says_however_large_a_block(monkeypatch, dtype, staging_bytes):
+    use(monkeypatch, staging_bytes=staging_bytes)
+    params, optimizer = large(dtype)
+    blocks, link = [state.block for state in optimizer.engine.blocks], optimizer.engine.link
+    total, row = sum(param.nbytes for param in params), 64 * dtype.itemsize
+    assert (link._down_ring.size, link._up_ring.size) == ring_bytes(blocks)
+    assert max(ring_bytes(blocks)) <= max(min(staging_bytes, total), 2 * row)
+    for t in range(6):
+        accumulate(params, t)
+        optimizer.step()
+        optimizer.zero_grad()
+    assert (link._down_ring.size, link._up_ring.size) == ring_bytes(blocks)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("shape", [(151936, 1536), (152064, 3584)], ids=["Qwen2.5 1.5B", "Qwen2.5 7B"])
+def test_staging_memory_of_a_large_vocabulary(shape):
+    """The embedding alone takes 445 MiB, 1040 MiB."""
+    embedding, layer = (torch.nn.Parameter(torch.empty(s, dtype=torch.bfloat16, device="meta")) for s in (shape, (4096, 4096)))
+    config = ZenFlowConfig()
+    _, weights = classify([("embed_tokens.weight", embedding), ("layers.0.weight", layer)], config)
+    assert ring_bytes(build_blocks(weights, config)) == (384 << 20, 256 << 20)
+
+
+def test_a_large_block_is_published_all_through_backward(monkeypatch):
+    """As the staging memory becomes free, when those that come later in backward are published."""
+    use(monkeypatch, staging_bytes=1024)
+    params, optimizer = large(topk_ratio=0.0, stagger=False)
+    blocks, room = optimizer.engine.blocks, optimizer.engine.link._up_ring.size
+    shown: list[int] = []
+    for t in range(7):
+        for param in reversed(params):
+            (param * float(t)).sum().backward()
+            if t == 6:
+                shown.append(16 * 64 * 4 - sum(piece.values.nbytes for w in blocks[-1].queue for piece in w.pieces))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    assert shown == sorted(shown)
+    assert 0 < shown[0] <= room < shown[-1]
+
+
+def played(params: list[torch.nn.Parameter], optimizer: ZenFlowAdamW) -> list[list[torch.Tensor]]:
+    """What a large block's gradient looks like between backward and step(), restaged, missing and skipped; and its weights."""
+    seen = []
+    for t in range(14):
+        accumulate(params if t % 5 != 3 else params[:-1], t)
+        if t % 4 == 1:  # unannounced: what is staged is fetched and staged again
+            accumulate(params[-1:], 100 + t)
+        if t == 7:
+            params[-1].grad.mul_(float("nan"))
+        grad = optimizer.full_gradient(params[-1]) if params[-1].grad is not None else torch.zeros(1)
+        if t % 3 == 2:
+            with optimizer.exact_weights():
+                seen.append([param.detach().clone() for param in params])
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append([grad.nan_to_num(), *(param.detach().clone() for param in params)])
+    optimizer.flush()
+    seen.append([param.detach().clone() for param in params])
+    optimizer.close()
+    return seen
+
+
+@pytest.mark.parametrize("settings", [dict(), dict(lag=2), dict(lag=0), dict(channel_dim=0), dict(block_numel=1 << 20)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("staging_bytes", [0, 600, 3000])
+def test_pieces_change_no_bit(monkeypatch, settings, dtype, staging_bytes):
+    expected = played(*large(dtype, **settings))
+    rnd = random.Random(staging_bytes)
+    use(monkeypatch, lambda: time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 5e-4])), staging_bytes)
+    assert_identical(played(*large(dtype, **settings)), expected)
+
+
+def test_later_pieces_of_a_large_block_go_between_those_of_others(monkeypatch):
+    """So that others do not wait for all of them; the last ones go in step()."""
+    use(monkeypatch, staging_bytes=1024)
+    params, optimizer = large(topk_ratio=0.0)
+    blocks, sent, send = optimizer.engine.blocks, [], Staging._send
+
+    def noted(self, block, places, grads, low, target):
+        sent.append((blocks.index(block), low))
+        send(self, block, places, grads, low, target)
+
+    monkeypatch.setattr(Staging, "_send", noted)
+    for t in range(3):
+        sent.clear()
+        accumulate(params, t)
+        optimizer.step()
+        optimizer.zero_grad()
+    count = sum(block == 4 for block, _ in sent)
+    assert count > 6
+    first = [(4, 0), (4, 128), (3, 0), (4, 256), (2, 0), (4, 384), (1, 0), (4, 512), (0, 0)]
+    assert sent == first + [(4, 128 * place) for place in range(5, count)]
+    optimizer.close()
+
+
+def loaded(optimizer: ZenFlowAdamW, params: list[torch.nn.Parameter], t: int) -> None:
+    state = copy.deepcopy(optimizer.state_dict())
+    optimizer.load_state_dict(state)  # what was staged is gone
+    accumulate(params, t)
+
+
+def broken_off(optimizer: ZenFlowAdamW, params: list[torch.nn.Parameter], t: int) -> None:
+    """Memory goes while a later piece is sent; whoever catches that goes on."""
+    link = optimizer.engine.link
+    down = link.down
+
+    def fail(*_: object) -> None:
+        link.down = down
+        raise torch.OutOfMemoryError("no memory")
+
+    optimizer.zero_grad()
+    accumulate(params[-1:], t)
+    if optimizer.engine.staging._later:  # in pieces
+        link.down = fail
+        with pytest.raises(torch.OutOfMemoryError):
+            optimizer.full_gradient(params[-1])
+    accumulate(params[:-1], t)
+
+
+BETWEEN = {
+    "zeroed": lambda optimizer, params, t: (optimizer.zero_grad(set_to_none=False), accumulate(params[2:], 100 + t)),
+    "set to none": lambda optimizer, params, t: (optimizer.zero_grad(), accumulate(params[2:], 100 + t)),
+    "loaded": loaded,
+    "a second backward pass": lambda optimizer, params, t: accumulate(params[t % 4 :], 100 + t),
+    "read": lambda optimizer, params, t: params[-1].grad.add_(optimizer.full_gradient(params[-1])),
+    "broken off": broken_off,
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("select", [2, 5])
+def test_whatever_comes_between_backward_and_step_pieces_change_no_bit(monkeypatch, between, select):
+    def weights() -> list[torch.Tensor]:
+        params, optimizer = large(select_interval=select)
+        for t in range(12):
+            accumulate(params, t)
+            if t % 3 == 1:
+                BETWEEN[between](optimizer, params, t)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.flush()
+        optimizer.close()
+        return [param.detach().clone() for param in params]
+
+    expected = weights()
+    rnd = random.Random(select)
+    use(monkeypatch, lambda: time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 5e-4])), 600)
+    assert_identical([weights()], [expected])
+
+
+def test_pieces_are_there_when_the_host_begins_in_backward(monkeypatch):
+    def weights() -> list[torch.Tensor]:
+        params, optimizer = large(preset="stronghold", topk_ratio=0.0, update_interval=1, select_interval=64)
+        for t in range(8):
+            accumulate(params, t)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.flush()
+        optimizer.close()
+        return [param.detach().clone() for param in params]
+
+    expected = weights()
+    use(monkeypatch, lambda: time.sleep(2e-4), 600)
+    assert_identical([weights()], [expected])
+
+
+def test_gradients_of_one_block_at_most_wait_to_be_sent(monkeypatch):
+    use(monkeypatch, staging_bytes=600)
+    params = [torch.nn.Parameter(torch.ones(64, 16)) for _ in range(6)]
+    optimizer = ZenFlowAdamW([(f"layers.{n}.weight", p) for n, p in enumerate(params)], lr=1e-2, config=ZenFlowConfig(**LARGE))
+    engine = optimizer.engine
+    assert len(engine.blocks) == 6
+    for param in reversed(params):
+        accumulate([param], 0)
+        assert len({later.block for later in engine.staging._later}) == 1
+        assert len(engine.staging._later) > 3
+    optimizer.step()
+    optimizer.zero_grad()
+    assert not engine.staging._later
+    accumulate(params, 1)
+    assert engine.staging._later
+    optimizer.close()
+    assert not engine.staging._later
+
+
+def test_state_may_be_read_in_another_thread_during_backward(monkeypatch):
+    use(monkeypatch, staging_bytes=600)
+    params, optimizer = large()
+    stop, errors = threading.Event(), []
+
+    def read() -> None:
+        while not stop.is_set():
+            try:
+                optimizer.state_dict()
+            except Exception as error:
+                errors.append(error)
+                return
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    for t in range(20):
+        accumulate(params, t)
+        optimizer.step()
+        optimizer.zero_grad()
+    stop.set()
+    thread.join()
+    optimizer.close()
+    assert not errors
