@@ -4,16 +4,21 @@ import copy
 import random
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 from histories import accumulate, assert_identical
-from streams import use
+from streams import StandIn, Stream, use
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
+from stallfree.engine import pipeline, ring
 from stallfree.engine.blocks import build_blocks, classify
 from stallfree.engine.ring import ring_bytes
 from stallfree.engine.staging import Staging
+from stallfree.engine.transfer import DeviceLink, Link
+from stallfree.kernels.torch_block import TorchBlock
 
 LARGE = dict(topk_ratio=0.25, update_interval=2, full_warm_up_rounds=1, select_interval=2, min_numel=0, block_numel=1)
 
@@ -238,3 +243,76 @@ def test_state_may_be_read_in_another_thread_during_backward(monkeypatch):
     thread.join()
     optimizer.close()
     assert not errors
+
+
+class Concurrent(StandIn):
+    """Beside computation there is a thread of its own, and copies down come late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_host, self.beside = Stream(lambda: time.sleep(3e-3)), Stream(lambda: time.sleep(1e-3))
+        self.launched: list[Stream] = []  # where kernels are launched now
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        self.launched.append(stream)
+        yield
+        self.launched.pop()
+
+
+def test_memory_of_a_piece_that_goes_down_is_not_written(monkeypatch):
+    """Neither by the computing stream nor by the one beside it, which do not wait for each other."""
+    split = TorchBlock.split
+
+    def gradients(streams: Concurrent | None) -> list[torch.Tensor]:
+        def launched(kernel: TorchBlock, *args: object) -> None:
+            if streams is not None and streams.launched:
+                streams._do(streams.launched[-1], lambda: split(kernel, *args))
+            else:
+                split(kernel, *args)
+
+        monkeypatch.setattr(TorchBlock, "split", launched)
+        monkeypatch.setattr(
+            pipeline, "link_to", lambda device: Link(device) if streams is None else DeviceLink(device, streams)
+        )
+        params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((64, 5), (8, 8), (8, 8), (8, 8), (64, 5), (8, 8))]
+        named = [(f"layers.{place}.weight", param) for place, param in enumerate(params)]
+        optimizer = ZenFlowAdamW(named, topk_ratio=0.0, min_numel=0, block_numel=1)
+        for place, param in enumerate(params):
+            (param * (place + 1 + torch.arange(param.numel()).view(param.shape))).sum().backward()
+        found = [optimizer.full_gradient(param) for param in params]
+        optimizer.close()
+        return found
+
+    expected = gradients(None)
+    for staging_bytes in (600, 1024, 1500):
+        monkeypatch.setattr(ring, "STAGING_BYTES", staging_bytes)
+        assert_identical([gradients(Concurrent())], [expected])
+
+
+@pytest.mark.parametrize("staging_bytes", [600, 1 << 20])
+def test_a_backward_pass_inside_exact_weights_publishes_nothing(monkeypatch, staging_bytes):
+    def weights() -> list[torch.Tensor]:
+        params, optimizer = large(topk_ratio=0.0, full_warm_up_rounds=0, stagger=False)
+        for t in range(8):
+            with optimizer.exact_weights() if t == 6 else nullcontext():
+                accumulate(params, t)
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return [param.detach().clone() for param in params]
+
+    expected = weights()
+    use(monkeypatch, staging_bytes=staging_bytes)
+    assert_identical([weights()], [expected])
+
+
+def test_a_gradient_in_pieces_is_read_in_inference_mode(monkeypatch):
+    use(monkeypatch, staging_bytes=600)
+    params, optimizer = large()
+    accumulate(params, 0)
+    with torch.inference_mode():
+        found = optimizer.full_gradient(params[-1])
+    generator = torch.Generator().manual_seed(0)
+    assert torch.equal(found, torch.randn(params[-1].shape, generator=generator))
+    optimizer.close()

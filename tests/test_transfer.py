@@ -206,15 +206,20 @@ class Recorder:
         self.seen = max(self.seen, point.value)
 
 
-@given(takes=st.lists(st.integers(0, 700), min_size=1, max_size=60), size=st.sampled_from([1400, 2048, 5000]))
+@given(
+    takes=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 1)), min_size=1, max_size=60),
+    size=st.sampled_from([1400, 2048, 5000]),
+)
 def test_ring_memory_is_written_again_only_after_its_last_use(takes, size):
-    stream, copies = Recorder(), Timeline(torch.zeros(1, dtype=torch.int32), 0)
+    """By whichever stream."""
+    streams, copies = (Recorder(), Recorder()), Timeline(torch.zeros(1, dtype=torch.int32), 0)
     ring, used = Ring(torch.device("cpu")), [0] * size  # by byte: the moment of its last use
     ring.grow(size)
-    whole = ring.take(size, stream.wait)
+    whole = ring.take(size, streams[0].wait)
     assert not ring.has_room(1)
     begin, whole.used = whole.rows(torch.uint8).data_ptr(), copies.next()
-    for nbytes in takes:
+    for nbytes, number in takes:
+        stream = streams[number]
         assert ring.has_room(nbytes)
         share = ring.take(nbytes, stream.wait)
         start = share.rows(torch.uint8).data_ptr() - begin if nbytes else 0

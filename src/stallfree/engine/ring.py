@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +32,7 @@ def ring_bytes(blocks: Sequence[Block]) -> tuple[int, int]:
     return down, up
 
 
-@dataclass(slots=True)
+@dataclass(eq=False, slots=True)
 class Share:
     """A piece of the ring."""
 
@@ -56,7 +55,7 @@ class Ring:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._held: deque[Share] = deque()  # oldest first
+        self._held: list[Share] = []  # no two overlap
         self._next = 0
         self._views: dict[tuple[int, int], dict[torch.dtype, Tensor]] = {}  # shares lie in the same places again and again
         self.grow(0)
@@ -69,30 +68,30 @@ class Ring:
         self._views.clear()
         self._next = 0
 
-    def _place(self, nbytes: int) -> tuple[int, list[Share]]:
-        """Where the next share begins, and which older ones have to go: those it covers, and at the end those behind it."""
-        wraps = self._next + nbytes > self.size
-        start = 0 if wraps else self._next
-        gone: list[Share] = []
-        for share in self._held:
-            covered = share.start < start + nbytes and start < share.end
-            if not covered and not (wraps and share.start >= self._next):
-                break
-            gone.append(share)
-        return start, gone
+    def _start(self, nbytes: int) -> int:
+        """Where the next share begins."""
+        return 0 if self._next + nbytes > self.size else self._next
+
+    def _covered(self, start: int, nbytes: int) -> list[Share]:
+        return [share for share in self._held if share.start < start + nbytes and start < share.end]
 
     def has_room(self, nbytes: int) -> bool:
         """Whether nothing is in the way whose last use is not known yet."""
-        return nbytes <= self.size and all(share.used is not None for share in self._place(nbytes)[1])
+        return nbytes <= self.size and all(share.used is not None for share in self._covered(self._start(nbytes), nbytes))
 
     def take(self, nbytes: int, wait: Callable[[Point], None]) -> Share:
-        """Memory for a stream to write. wait: lets that stream wait, for those that use this memory still."""
+        """Memory for a stream to write. wait: lets that stream wait, for those that use this memory still.
+
+        What is left of theirs is remembered: whoever takes that may be on another stream, which has not waited.
+        """
         assert nbytes <= self.size
-        start, gone = self._place(nbytes)
-        for share in gone:
+        start = self._start(nbytes)
+        for share in self._covered(start, nbytes):
             assert share.used is not None, "the staging memory is too small for what is in use at once"
             wait(share.used)
-            self._held.popleft()
+            self._held.remove(share)
+            rest = [(share.start, min(share.end, start)), (max(share.start, start + nbytes), share.end)]
+            self._held += [Share(low, high, {}, share.used) for low, high in rest if low < high]
         end = start + nbytes
         self._next = -(-end // self.ALIGNMENT) * self.ALIGNMENT
         if (start, end) not in self._views:

@@ -133,7 +133,8 @@ class Staging:
             self._own_loose()
             self.stage(block, grads)
             engine = self.engine
-            for arrived in engine.publishing.arrived(block) if block.finished else ():
+            shows = block.finished and engine.paused is None  # exact weights stay until they are taken away
+            for arrived in engine.publishing.arrived(block) if shows else ():
                 # Weights that were written from outside keep what is in them, until step() notices.
                 if arrived.finished and engine.ledger.untouched(arrived.params):
                     engine.publishing.show_arrived(arrived)
@@ -234,7 +235,7 @@ class Staging:
     def send_rest(self) -> None:
         """Send what has been left for later: before anybody reads what is staged, or applies it."""
         if self._later:
-            with self.engine.link.device_guard(), torch.no_grad():
+            with self.engine.link.device_guard(), torch.inference_mode(False), torch.no_grad():
                 while self._later:
                     self._send_next()
 

@@ -19,7 +19,7 @@ from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.bench.shapes import build_model, random_batch
 from stallfree.cli.bench.trace import record_trace
 
-LEAD_IN = 3  # steps before the clock starts: at both ends of a round as much host work is on its way, where closes are staggered
+LEAD_IN = 3  # steps before the clock starts: at both ends of a round as much host work is on its way, with staggered closes
 REHEARSAL = 2  # steps after which libraries and kernels are loaded
 
 
