@@ -164,41 +164,34 @@ BETWEEN = {
 }
 
 
+def trained(between: str | None = None, **settings) -> list[torch.Tensor]:
+    """The weights after some calls, in every third of which something comes between backward and step()."""
+    params, optimizer = large(**settings)
+    for t in range(12):
+        accumulate(params, t)
+        if between and t % 3 == 1:
+            BETWEEN[between](optimizer, params, t)
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.flush()
+    optimizer.close()
+    return [param.detach().clone() for param in params]
+
+
 @pytest.mark.parametrize("between", BETWEEN)
 @pytest.mark.parametrize("select", [2, 5])
 def test_whatever_comes_between_backward_and_step_pieces_change_no_bit(monkeypatch, between, select):
-    def weights() -> list[torch.Tensor]:
-        params, optimizer = large(select_interval=select)
-        for t in range(12):
-            accumulate(params, t)
-            if t % 3 == 1:
-                BETWEEN[between](optimizer, params, t)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.flush()
-        optimizer.close()
-        return [param.detach().clone() for param in params]
-
-    expected = weights()
+    expected = trained(between, select_interval=select)
     rnd = random.Random(select)
     use(monkeypatch, lambda: time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 5e-4])), 600)
-    assert_identical([weights()], [expected])
+    assert_identical([trained(between, select_interval=select)], [expected])
 
 
 def test_pieces_are_there_when_the_host_begins_in_backward(monkeypatch):
-    def weights() -> list[torch.Tensor]:
-        params, optimizer = large(preset="stronghold", topk_ratio=0.0, update_interval=1, select_interval=64)
-        for t in range(8):
-            accumulate(params, t)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.flush()
-        optimizer.close()
-        return [param.detach().clone() for param in params]
-
-    expected = weights()
+    early = dict(preset="stronghold", topk_ratio=0.0, update_interval=1, select_interval=64)
+    expected = trained(**early)
     use(monkeypatch, lambda: time.sleep(2e-4), 600)
-    assert_identical([weights()], [expected])
+    assert_identical([trained(**early)], [expected])
 
 
 def test_gradients_of_one_block_at_most_wait_to_be_sent(monkeypatch):
