@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from stallfree.cli.bench.settings import BenchSettings, command_line
+from stallfree.cli.bench.settings import FILES, BenchSettings, command_line
 from stallfree.cli.finetune.machine import cpu_name, version_of
 
 LIBRARIES = ("stallfree", "transformers", "triton", "deepspeed", "torchao")
@@ -32,7 +32,7 @@ def environment(settings: BenchSettings) -> dict[str, Any]:
         "versions": {name: version_of(name) for name in LIBRARIES},
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command_line(settings),
-        "settings": settings.model_dump(mode="json", exclude={"output", "trace"}),
+        "settings": settings.model_dump(mode="json", exclude=set(FILES)),
     }
 
 

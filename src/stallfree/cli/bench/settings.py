@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 from stallfree.cli.errors import UsageError
 from stallfree.cli.flags import first_mistake, flag, setting
 
+FILES = ("output", "trace")  # settings that say nothing of what is measured
 OUTPUT_FILE = "step.json"  # in a directory given as --output
 
 
@@ -73,11 +74,11 @@ def load_settings(given: Mapping[str, Any]) -> BenchSettings:
 
 
 def command_line(settings: BenchSettings) -> str:
-    """The command that these settings stand for."""
+    """The command that these settings stand for, but for where its files go."""
     words = ["stallfree", "bench", "step"]
     for name in BenchSettings.model_fields:
         value = getattr(settings, name)
-        if value == BenchSettings.model_fields[name].default:
+        if name in FILES or value == BenchSettings.model_fields[name].default:
             continue
         words.append(flag(name))
         if not isinstance(value, bool):
