@@ -199,7 +199,8 @@ class TritonJudging:
         if check_evidence(evidence) != device:
             raise ValueError(f"the evidence is on {evidence.squares.device}, the kernel on {device}")
         self.verdict = verdict = Verdict.of(evidence)
-        self._evidence, self._device, self._shares, self._checks = evidence, device, shares, checks
+        self._evidence, self._device, self._shares = evidence, device, shares
+        self._checks = False  # for the call that loads
         self._one = torch.ones((), dtype=torch.float32, device=device)
         self._every = torch.ones(max(evidence.weights, 1), dtype=torch.bool, device=device)
         self._measure = self._measuring()
@@ -228,6 +229,7 @@ class TritonJudging:
         self._head, self._tiles = _table([head], device), _table(tiles, device)
         self._judge = Launch(judge_kernel, self._tiles.programs, (shares.size, shares.entries), 4)
         self._load()
+        self._checks = checks
 
     def _measuring(self) -> list[tuple[Launch, tuple[int, ...]]]:
         """The launches that work sums out."""
@@ -280,7 +282,7 @@ class TritonJudging:
     def _load(self) -> None:
         """Compile and load, by a call in which no weight is present; nothing of it is kept."""
         nobody = torch.zeros_like(self._every)[: self._evidence.weights]
-        self._enqueue(0, torch.empty_like(self.verdict.record), nobody, None, None, None)  # no host memory is at hand
+        self.judge(0, torch.empty_like(self.verdict.record), nobody)
         for flat in vars(self.verdict).values():
             flat.zero_()
 
@@ -299,17 +301,6 @@ class TritonJudging:
     ) -> None:
         if self._checks:
             check_judge(self._evidence, target, present, scales, squares, norm)
-        self._enqueue(call, target, present, scales, squares, norm)
-
-    def _enqueue(
-        self,
-        call: int,
-        target: Tensor,
-        present: Tensor | None,
-        scales: Tensor | None,
-        squares: Tensor | None,
-        norm: Tensor | None,
-    ) -> None:
         there = self._every if present is None or not self._evidence.weights else present
         factors = self._one if scales is None else scales
         verdict = (
