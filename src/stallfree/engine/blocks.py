@@ -266,10 +266,16 @@ def _with_phases(blocks: list[Block], count: int) -> list[Block]:
 
 def _busiest(blocks: Sequence[Block], most: int) -> list[float]:
     """What the busiest call has to do, by S up to `most`, 1 on average."""
-    shares, total = [0.0] * most, sum(block.whole_numel for block in blocks)
+    shares = shares_by_phase(blocks)
+    return [max(loads(shares, interval, lag=1)) for interval in range(1, most + 1)]
+
+
+def shares_by_phase(blocks: Sequence[Block]) -> list[float]:
+    """Of all elements, by phase: the same on all ranks."""
+    shares, total = [0.0] * (1 + max((block.phase for block in blocks), default=0)), sum(block.whole_numel for block in blocks)
     for block in blocks:
         shares[block.phase] += block.whole_numel / total
-    return [max(loads(shares, interval, lag=1)) for interval in range(1, most + 1)]
+    return shares
 
 
 def layer_of(name: str) -> str:

@@ -170,8 +170,9 @@ class Staging:
             self.fill(block, places, dense)
         self._stand(block, places)
         self._loose += block.residents
-        with engine.link.device_guard():
-            self._send_next()
+        if self._later:
+            with engine.link.device_guard():
+                self._send_next()
         if engine.config.update_in_backward and block.early is None:
             self._replay_early(block, [block.weights[place] for place in places])
 
@@ -228,9 +229,8 @@ class Staging:
         self._later += [LaterPiece(block, places, grads, *piece) for piece in others]
 
     def _send_next(self) -> None:
-        if self._later:
-            self._send(*self._later[0])
-            self._later.popleft()
+        self._send(*self._later[0])
+        self._later.popleft()
 
     def send_rest(self) -> None:
         """Send what has been left for later: before anybody reads what is staged, or applies it."""

@@ -11,6 +11,7 @@ import statistics
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from stallfree.engine.blocks import shares_by_phase
 from stallfree.engine.calls import CALLS, Mark, Recorder, unpaused
 from stallfree.engine.interval import (
     Choice,
@@ -148,24 +149,20 @@ class IntervalTuner:
         moments = 4 if config.moments_dtype == "float32" else 2
         traffic = UpdateBytes(state=2 * (4 + 2 * moments) + dtype.itemsize, slot=dtype.itemsize)
         cost = HostCost.of(measured.update, traffic, self._earlier)
-        shares = self.shares(engine)
-
-        def needs(interval: int) -> float:
-            """Of the busiest call."""
-            return max(loads(shares, interval, config.lag)) * cost.per_call(interval)
-
+        shares = self.shares([block.block for block in engine.blocks])
+        by_interval = {s: loads(shares, s, config.lag) for s in range(1, config.max_update_interval + 1)}
         choice = choose(
-            clock.interval, limit, measured.step, cost, measured.stall, measured.launch_bound,
-            lambda interval: loads(shares, interval, config.lag),
-        )  # fmt: skip
+            clock.interval, limit, measured.step, cost, measured.stall, measured.launch_bound, by_interval.__getitem__
+        )
+        before, after = (max(by_interval[s]) * cost.per_call(s) * 1e3 for s in (clock.interval, choice.interval))
         change = IntervalChange(
             clock.call,
             choice.interval,
             clock.interval,
             step_ms=measured.step * 1e3,
             stall_ms=measured.stall * 1e3,
-            host_ms_before=needs(clock.interval) * 1e3,
-            host_ms=needs(choice.interval) * 1e3,
+            host_ms_before=before,
+            host_ms=after,
             rho=rho,
             limit=limit,
             launch_bound=measured.launch_bound,
@@ -237,11 +234,3 @@ class IntervalTuner:
             self._change(clock, IntervalChange(clock.call, so_far[-1], clock.interval))
         self._next, self._basis, self._earlier, self._wanted = 0, None, None, None
         self._measure_anew(clock, clock.interval)
-
-
-def shares_by_phase(engine: Engine) -> list[float]:
-    """Of all elements, by phase: the same on all ranks."""
-    shares = [0.0] * (1 + max(block.phase for block in engine.blocks))
-    for block in engine.blocks:
-        shares[block.phase] += block.block.whole_numel
-    return [share / sum(shares) for share in shares]
