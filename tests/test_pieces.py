@@ -213,29 +213,38 @@ def test_gradients_of_one_block_at_most_wait_to_be_sent(monkeypatch):
     assert not engine.staging._later
 
 
-def test_state_may_be_read_in_another_thread_during_backward(monkeypatch):
-    use(monkeypatch, staging_bytes=600)
-    params, optimizer = large()
-    stop, errors = threading.Event(), []
+@pytest.mark.parametrize("staging_bytes", [600, 1 << 20])
+def test_state_may_be_read_in_another_thread_during_backward(monkeypatch, staging_bytes):
+    def weights(read: bool) -> list[torch.Tensor]:
+        params, optimizer = large(select_interval=3)
+        stop, errors = threading.Event(), []
 
-    def read() -> None:
-        while not stop.is_set():
-            try:
-                optimizer.state_dict()
-            except Exception as error:
-                errors.append(error)
-                return
+        def reading() -> None:
+            while not stop.wait(1e-4):
+                try:
+                    optimizer.state_dict()
+                except Exception as error:
+                    errors.append(error)
+                    return
 
-    thread = threading.Thread(target=read)
-    thread.start()
-    for t in range(20):
-        accumulate(params, t)
-        optimizer.step()
-        optimizer.zero_grad()
-    stop.set()
-    thread.join()
-    optimizer.close()
-    assert not errors
+        thread = threading.Thread(target=reading)
+        if read:
+            thread.start()
+        for t in range(20):
+            accumulate(params, t)
+            optimizer.step()
+            optimizer.zero_grad()
+        stop.set()
+        if read:
+            thread.join()
+        optimizer.flush()
+        optimizer.close()
+        assert not errors
+        return [param.detach().clone() for param in params]
+
+    expected = weights(read=False)
+    use(monkeypatch, staging_bytes=staging_bytes)
+    assert_identical([weights(read=True)], [expected])
 
 
 class Concurrent(StandIn):

@@ -76,6 +76,10 @@ class Handles:
 
     def restage(self, staged: Staged, grad: Tensor | float, alpha: float) -> None:
         """Another backward pass adds to a staged gradient, in the gradient's dtype, as `.grad += grad` would."""
+        with self.engine.lock:
+            self._restage(staged, grad, alpha)
+
+    def _restage(self, staged: Staged, grad: Tensor | float, alpha: float) -> None:
         engine = self.engine
         self.check_current(staged)
         state = engine.weights[staged.weight.param]
@@ -94,6 +98,10 @@ class Handles:
 
     def full_gradient(self, staged: Staged) -> Tensor:
         """The plain gradient of a handle: a device tensor of the shard's shape. Waits for its copy."""
+        with self.engine.lock:
+            return self._full_gradient(staged)
+
+    def _full_gradient(self, staged: Staged) -> Tensor:
         state = self.engine.weights[staged.weight.param]
         if staged.zero:
             return torch.zeros_like(staged.weight.shard)

@@ -93,7 +93,7 @@ class Engine:
         on_gradient = weakref.WeakMethod(self.staging.on_gradient)
         self.hooks = Hooks(lambda state: None if (alive := on_gradient()) is None else alive(state))
         self._process = os.getpid()
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # of whoever stages gradients, or reads or changes state
         joining.OPEN.add(self)
 
     @property
@@ -111,7 +111,7 @@ class Engine:
 
     def uninterrupted(self) -> AbstractContextManager[None]:
         """Whatever reads or changes state between calls does so inside."""
-        return uninterrupted(self._lock)
+        return uninterrupted(self.lock)
 
     # One call
 

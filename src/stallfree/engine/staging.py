@@ -70,6 +70,10 @@ class Staging:
         """After each accumulation into a weight's `.grad`."""
         if self.engine.delay:
             self.engine.lose_time("hook")
+        with self.engine.lock:
+            self._on_gradient(state)
+
+    def _on_gradient(self, state: WeightState) -> None:
         block, stream, before = state.block, self.engine.link.follow(), state.stream
         state.stream = stream
         elsewhere = before is not None and stream != before
