@@ -98,7 +98,7 @@ BAD = [
     *[(name, "yes") for name in ("stagger", "overlap_step", "update_in_backward")],
     ("host_kernel", "fortran"),
     *[("host_threads", value) for value in (0, "many")],
-    ("pin_host_threads", "maybe"),
+    *[("pin_host_threads", value) for value in ("maybe", "auto")],
     ("block_numel", 0),
     ("max_update_interval", 3),
     ("seed", 1.5),

@@ -64,4 +64,5 @@ def test_a_launcher_that_is_gone(cores, monkeypatch):
 
 def test_beside_a_gpu_two_cores_are_left_for_training(cores):
     cores(range(16), ranks=2, rank=1)
-    assert host.host_cores(ZenFlowConfig(), on_gpu=True) == (6, list(range(10, 16)))
+    assert host.host_cores(ZenFlowConfig(), on_gpu=True) == (6, None)
+    assert host.host_cores(ZenFlowConfig(pin_host_threads=True), on_gpu=True) == (6, list(range(10, 16)))

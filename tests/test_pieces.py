@@ -16,7 +16,7 @@ from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.engine import pipeline, ring
 from stallfree.engine.blocks import build_blocks, classify
 from stallfree.engine.ring import ring_bytes
-from stallfree.engine.staging import Staging
+from stallfree.engine.sending import Sending
 from stallfree.engine.transfer import DeviceLink, Link
 from stallfree.kernels.torch_block import TorchBlock
 
@@ -111,13 +111,13 @@ def test_later_pieces_of_a_large_block_go_between_those_of_others(monkeypatch):
     """So that others do not wait for all of them; the last ones go in step()."""
     use(monkeypatch, staging_bytes=1024)
     params, optimizer = large(topk_ratio=0.0)
-    blocks, sent, send = optimizer.engine.blocks, [], Staging._send
+    blocks, sent, send = optimizer.engine.blocks, [], Sending._send
 
     def noted(self, block, places, grads, low, target):
         sent.append((blocks.index(block), low))
         send(self, block, places, grads, low, target)
 
-    monkeypatch.setattr(Staging, "_send", noted)
+    monkeypatch.setattr(Sending, "_send", noted)
     for t in range(3):
         sent.clear()
         accumulate(params, t)
@@ -147,7 +147,7 @@ def broken_off(optimizer: ZenFlowAdamW, params: list[torch.nn.Parameter], t: int
 
     optimizer.zero_grad()
     accumulate(params[-1:], t)
-    if optimizer.engine.staging._later:  # in pieces
+    if optimizer.engine.sending.later:  # in pieces
         link.down = fail
         with pytest.raises(torch.OutOfMemoryError):
             optimizer.full_gradient(params[-1])
@@ -202,15 +202,15 @@ def test_gradients_of_one_block_at_most_wait_to_be_sent(monkeypatch):
     assert len(engine.blocks) == 6
     for param in reversed(params):
         accumulate([param], 0)
-        assert len({later.block for later in engine.staging._later}) == 1
-        assert len(engine.staging._later) > 3
+        assert len({later.block for later in engine.sending.later}) == 1
+        assert len(engine.sending.later) > 3
     optimizer.step()
     optimizer.zero_grad()
-    assert not engine.staging._later
+    assert not engine.sending.later
     accumulate(params, 1)
-    assert engine.staging._later
+    assert engine.sending.later
     optimizer.close()
-    assert not engine.staging._later
+    assert not engine.sending.later
 
 
 @pytest.mark.parametrize("staging_bytes", [600, 1 << 20])

@@ -104,10 +104,10 @@ class ZenFlowConfig:
     """Which kernel replays. "auto": the native one; "torch" is slow and there for comparison."""
     host_threads: int | Literal["auto"] = "auto"
     """Threads of the native kernel. "auto": the cores this process may use, less those for training and data loading."""
-    pin_host_threads: bool | Literal["auto"] = "auto"
-    """Pin each host thread to a core. "auto": when the parameters live on a GPU."""
-    block_numel: int = 1 << 27
-    """Elements after which a new block begins; one transformer layer is a good size."""
+    pin_host_threads: bool = False
+    """Pin each host thread to a core. Left to the scheduler, they get out of the launching thread's way (docs/pipeline.md)."""
+    block_numel: int = 3 << 26
+    """Elements after which a new block begins. As many bf16 gradients as the device has staging memory for, or less."""
     max_update_interval: int = None  # type: ignore[assignment]
     """The largest S that `set_update_interval`, a schedule or "auto" may ask for: host memory for slots is reserved for it.
     Default: the first S; with "auto" 8, which the optimizer lowers to 4 or 2, in its own `config`, where memory asks for it."""
@@ -226,7 +226,7 @@ class ZenFlowConfig:
         )
         _require(_at_least(self.min_numel, 0), "min_numel", self.min_numel, "a whole number of elements, at least 0")
         _require(self.moments_dtype in ("float32", "bfloat16"), "moments_dtype", self.moments_dtype, '"float32" or "bfloat16"')
-        for name in ("stagger", "overlap_step", "update_in_backward"):
+        for name in ("stagger", "overlap_step", "update_in_backward", "pin_host_threads"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         _require(
             self.host_kernel in ("auto", "native", "torch"), "host_kernel", self.host_kernel, '"auto", "native" or "torch"'
@@ -236,9 +236,6 @@ class ZenFlowConfig:
             "host_threads",
             self.host_threads,
             'a whole number of threads, at least 1, or "auto"',
-        )
-        _require(
-            self.pin_host_threads in (True, False, "auto"), "pin_host_threads", self.pin_host_threads, 'true, false or "auto"'
         )
         _require(_at_least(self.block_numel, 1), "block_numel", self.block_numel, "a whole number of elements, at least 1")
         _require(

@@ -92,7 +92,7 @@ class Handles:
         grads: list[Tensor | None] = [None] * len(block.weights)
         grads[state.place] = total
         with engine.link.device_guard():
-            engine.staging.fill(block, [state.place], grads)
+            engine.sending.send(block, [state.place], grads)
         staged.factor, staged.zero, staged.call = None, False, block.staging(engine.clock.call + 1)
         block.staged[state.place] = staged
 
@@ -114,7 +114,7 @@ class Handles:
         rows = staged.weight.rows_of(full)
         rows.index_copy_(0, division.selected[place], layout.selected_rows(block.half.gradient, place))
         link = self.engine.link
-        self.engine.staging.send_rest()
+        self.engine.sending.finish()
         with link.device_guard():
             link.wait_down()
             for low, piece in block.half.pieces(layout, block.take_slot()):

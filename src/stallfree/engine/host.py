@@ -183,15 +183,16 @@ def host_cores(config: ZenFlowConfig, on_gpu: bool) -> tuple[int, list[int] | No
 
     With a GPU the training thread and the data loader keep two cores. Without one, training itself computes on the cores,
     and the host kernel takes half of them. With host_kernel="torch" one thread calls torch, which has threads of its own.
+
+    Not pinned: a core whose thread sleeps looks idle, training moves there, and has to share it when a pinned thread wakes up.
     """
     if config.host_kernel == "torch":
         return 1, None
     cores = available_cores()
     share = max(1, len(cores) - 2 if on_gpu else len(cores) // 2)
     threads = share if config.host_threads == "auto" else config.host_threads
-    pin = on_gpu if config.pin_host_threads == "auto" else config.pin_host_threads
-    if config.pin_host_threads is True and threads > len(cores):
+    if config.pin_host_threads and threads > len(cores):
         raise ValueError(
             f"{threads} host threads cannot be pinned to the {len(cores)} cores this process may use; use fewer threads"
         )
-    return threads, cores[-threads:] if pin and len(cores) >= threads else None
+    return threads, cores[-threads:] if config.pin_host_threads else None

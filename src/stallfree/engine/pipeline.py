@@ -28,6 +28,7 @@ from stallfree.engine.ledger import Ledger
 from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState
 from stallfree.engine.schedule import Clock
+from stallfree.engine.sending import Sending
 from stallfree.engine.sharding import Agreement, RankSums, directly
 from stallfree.engine.slots import SlotPool, gives_at_close
 from stallfree.engine.staging import NOWHERE, Staging
@@ -68,6 +69,7 @@ class Engine:
         self.tuner = IntervalTuner(config)
         self.meter = Meter(self.link)
         self.channels = Channels(self.device)
+        self.sending = Sending(self.link)
         self.staging = Staging(self)
         self.judge = Judge(self)
         self.publishing = Publishing(self.link, self.kernel)
@@ -336,7 +338,7 @@ class Engine:
         self.closed = True
         joining.OPEN.discard(self)
         self.hooks.close()
-        self.staging.drop_rest()
+        self.sending.forget()
         try:
             self.link.wait_down()  # the host waits for what is on its way down
             self.worker.finish()

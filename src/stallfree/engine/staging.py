@@ -6,11 +6,10 @@ call, the block is staged at once; until then `.grad` is a plain tensor. `step()
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -45,22 +44,11 @@ ATTRIBUTES, STAGED = attrgetter("__dict__"), attrgetter("staged")
 PLAIN_ONLY = {Tensor}
 
 
-class LaterPiece(NamedTuple):
-    """A piece of a large block's gradients that has not been sent; they live on until it is."""
-
-    block: BlockState
-    places: Sequence[int]
-    grads: Sequence[Tensor | None]
-    low: int
-    target: Tensor
-
-
 class Staging:
     """Stages gradients of one engine."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._later: deque[LaterPiece] = deque()  # oldest first
         self._loose: list[OwnGradients] = []  # of sharded residents whose gradients lie among those of blocks staged already
         self.handles = Handles(engine)
 
@@ -171,12 +159,10 @@ class Staging:
         engine.turns += 1
         block.turn = engine.turns
         with engine.link.device_guard():
-            self.fill(block, places, dense)
+            engine.sending.send(block, places, dense)
         self._stand(block, places)
         self._loose += block.residents
-        if self._later:
-            with engine.link.device_guard():
-                self._send_next()
+        engine.sending.go_on()
         if engine.config.update_in_backward and block.early is None:
             self._replay_early(block, [block.weights[place] for place in places])
 
@@ -219,51 +205,10 @@ class Staging:
         engine.check_unmoved(param)
         return grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
 
-    def fill(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """Take gradients apart and bring the deferred rows down: each piece in one copy, if all gradients are there.
-
-        The first piece has all that the device needs in this call. Computation does not wait for the others, and neither do
-        the first pieces of blocks that come next: one of the others is sent now, and one after each of these. Only one block's
-        gradients live on for it.
-        """
-        first, *others = block.half.pieces(block.half.division.layout, block.take_slot())
-        if others or any(later.block is block for later in self._later):
-            self.send_rest()
-        self._send(block, places, grads, *first)
-        self._later += [LaterPiece(block, places, grads, *piece) for piece in others]
-
-    def _send_next(self) -> None:
-        self._send(*self._later[0])
-        self._later.popleft()
-
-    def send_rest(self) -> None:
-        """Send what has been left for later: before anybody reads what is staged, or applies it."""
-        if self._later:
-            with self.engine.link.device_guard(), torch.inference_mode(False), torch.no_grad():
-                while self._later:
-                    self._send_next()
-
-    def drop_rest(self) -> None:
-        """It will never be read."""
-        self._later.clear()
-
-    def _send(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None], low: int, target: Tensor) -> None:
-        link, layout = self.engine.link, block.half.division.layout
-        assert block.filling is not None
-        after = block.filling.after
-        with link.beside(grads) if low else NOWHERE, link.staging(target, after) as staged:
-            block.half.split(grads, staged, low)
-            if len(places) == len(layout.segments):
-                link.down(staged, target, after)
-            else:
-                for place in places:
-                    link.down(layout.deferred_rows(staged, place, low), layout.deferred_rows(target, place, low), after)
-        block.sent = link.sent()
-
     def _replay_early(self, block: BlockState, states: Sequence[WeightState]) -> None:
         """Begin the host update of a block, if its number of backward passes is known."""
         engine = self.engine
-        self.send_rest()
+        engine.sending.finish()
         if any(block.passes_expected[state.place] is None for state in states):
             return
         weights.notice_writes(engine)
@@ -306,7 +251,7 @@ class Staging:
             left = engine.blocks
         for block in left:
             self._stage_left(block)
-        self.send_rest()
+        engine.sending.finish()
 
     def _refuse_outsiders(self, ids: Set[int]) -> None:
         """Of parameters that somebody has taken out of the groups nobody knows the settings."""

@@ -183,7 +183,7 @@ def _export_window(window: Window, state: WeightState) -> dict[str, Any]:
 @torch.no_grad()
 def abandon(engine: Engine) -> None:
     """Let go of all that is under way: it belongs to the state that is given up, and so do the gradients in `.grad`."""
-    engine.staging.drop_rest()
+    engine.sending.forget()
     for block in engine.blocks:
         block.settle()
         block.early = None

@@ -82,6 +82,10 @@ class Link:
         """How much goes through staging memory at a time; a row more, if need be."""
         return sys.maxsize
 
+    def stages_whole(self, nbytes: int) -> bool:
+        """Whether staging memory on the way down holds so much at once."""
+        return True
+
     def reserve(self, blocks: Sequence[Block]) -> None:
         """Make room for copies of these blocks' pieces."""
 
@@ -223,6 +227,9 @@ class DeviceLink(Link):
     @property
     def piece_bytes(self) -> int:
         return piece_bytes()
+
+    def stages_whole(self, nbytes: int) -> bool:
+        return nbytes <= self._down_ring.size
 
     def reserve(self, blocks: Sequence[Block]) -> None:
         self.streams.synchronize()  # when parameters join, the memory of what is under way is replaced

@@ -1,0 +1,80 @@
+"""Staged gradients on their way down: a block's deferred rows, in the pieces that staging memory has room for."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from stallfree.engine.transfer import Link
+from stallfree.engine.window import BlockState
+
+
+class LaterPiece(NamedTuple):
+    """A piece of a large block's gradients that has not been sent; they live on until it is."""
+
+    block: BlockState
+    places: Sequence[int]
+    grads: Sequence[Tensor | None]
+    low: int
+    target: Tensor
+
+
+class Sending:
+    """Takes gradients apart, and sends what the host gets of them."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.later: deque[LaterPiece] = deque()  # oldest first
+
+    def send(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
+        """A block's gradients: each piece in one copy, if all are there.
+
+        The first piece has all that the device needs in this call. If staging memory does not hold the whole block, computation
+        does not wait for the others, and neither do the first pieces of blocks that come next: one of the others is sent now,
+        and one after each of these. Only one block's gradients live on for it.
+        """
+        memory = block.take_slot()
+        pieces = block.half.pieces(block.half.division.layout, memory)
+        count = len(pieces) if self.link.stages_whole(memory.nbytes) else 1
+        now, later = pieces[:count], pieces[count:]
+        if later or any(piece.block is block for piece in self.later):
+            self.finish()
+        for low, target in now:
+            self._send(block, places, grads, low, target)
+        self.later += [LaterPiece(block, places, grads, *piece) for piece in later]
+
+    def go_on(self) -> None:
+        """Send a piece that has been left for later."""
+        if self.later:
+            piece = self.later[0]
+            with self.link.device_guard(), self.link.beside(piece.grads):
+                self._send(*piece)
+            self.later.popleft()
+
+    def finish(self) -> None:
+        """Send all of them: before anybody reads what is staged, or applies it."""
+        if self.later:
+            with torch.inference_mode(False), torch.no_grad():
+                while self.later:
+                    self.go_on()
+
+    def forget(self) -> None:
+        """Nobody will ever read them."""
+        self.later.clear()
+
+    def _send(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None], low: int, target: Tensor) -> None:
+        link, layout = self.link, block.half.division.layout
+        assert block.filling is not None
+        after = block.filling.after
+        with link.staging(target, after) as staged:
+            block.half.split(grads, staged, low)
+            if len(places) == len(layout.segments):
+                link.down(staged, target, after)
+            else:
+                for place in places:
+                    link.down(layout.deferred_rows(staged, place, low), layout.deferred_rows(target, place, low), after)
+        block.sent = link.sent()
