@@ -141,7 +141,7 @@ WAY = re.compile(r"(\w+)=(\S+) \((\d+\.\d\d) GiB\)")
 )
 def test_each_way_out_of_a_short_machine_needs_less(monkeypatch, place, settings, interval):
     device = torch.device(place)
-    named = [(f"{i}.w", nn.Parameter(torch.empty(1 << 13, 1 << 13, device="meta"))) for i in range(8)]
+    named = [(f"{i}.w", nn.Parameter(torch.empty(1 << 13, 1 << 14, device="meta"))) for i in range(8)]
     monkeypatch.setattr(limits, "available_host_bytes", lambda: GIB)
     monkeypatch.setattr(limits, "available_device_bytes", lambda device: 1000 * GIB)
     needed = planner.plan(named, planner.with_room(named, ZenFlowConfig(**settings)))

@@ -28,6 +28,7 @@ from benchmarks.scaling.cases import (
 )
 from stallfree.engine.blocks import Block
 from stallfree.engine.ring import STAGING_BYTES, piece_bytes
+from stallfree.kernels.block import FIRST
 
 
 @dataclass(eq=False, slots=True)
@@ -148,19 +149,24 @@ def _ops(case: Case, calls: int) -> list[Op]:
     beside: Op | None = None  # the last of the call before
 
     def stage(block: Block, call: int, ready: Op | None) -> Op:
-        """The kernels and copies of a block's gradients. Later pieces run beside computation. Returns the last copy."""
+        """The kernels and copies of a block's gradients. Returns the last copy.
+
+        Where staging memory does not hold the block whole, the first piece is small, and the others run beside computation.
+        """
         nbytes = 2 * block.deferred_numel / ranks
-        pieces = max(1, math.ceil(nbytes / piece_bytes()))
-        for piece in range(pieces):
-            staged_bytes, freed = nbytes / pieces, None
-            for copy, size in reversed(staged):
-                staged_bytes += size
+        large = nbytes > STAGING_BYTES
+        first = [piece_bytes() / FIRST] if large else []
+        count = max(1, math.ceil((nbytes - sum(first)) / piece_bytes()))
+        for piece, size in enumerate([*first, *[(nbytes - sum(first)) / count] * count]):
+            staged_bytes, freed = size, None
+            for copy, other in reversed(staged):
+                staged_bytes += other
                 if staged_bytes > STAGING_BYTES:
                     freed = copy
                     break
-            seconds = (KERNELS_S - ADAMW_S) * block.whole_numel / ranks / pieces
-            ready = add("beside" if piece else splits, call, seconds, ready, freed)
-            staged.append((add("down", call, nbytes / pieces, ready), nbytes / pieces))
+            seconds = (KERNELS_S - ADAMW_S) * block.whole_numel / ranks * size / nbytes
+            ready = add("beside" if piece and large else splits, call, seconds, ready, freed)
+            staged.append((add("down", call, size, ready), size))
             if len(staged) > 64:
                 staged.popleft()
         return staged[-1][0]

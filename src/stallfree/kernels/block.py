@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stallfree.kernels.judging import Evidence, Judging, Policy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FIRST = 4  # how many times smaller the first piece of a large block is
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,17 @@ class Segment:
 
 
 def pieces(segments: Sequence[Segment], numel: int) -> tuple[tuple[int, int], ...]:
-    """Cut a block's deferred rows into pieces of about equal size, each of at most `numel` elements and a row: from, to."""
+    """Cut a block's deferred rows into pieces of about equal size, each of at most `numel` elements and a row: from, to.
+
+    Of more than two the first is smaller: computation waits for memory that it can be written to, and for no other's.
+    """
     lengths = [segment.length for segment in segments]
     starts, total = _starts(segment.deferred * segment.length for segment in segments)
-    count = -(-total // max(numel, *lengths))
+    most = max(numel, *lengths)
+    first = numel // FIRST if total > 2 * most else 0
+    count = -(-(total - first) // most)
     cuts = {0, total}
-    for number in range(1, count):
-        goal = total * number // count
+    for goal in (first + (total - first) * number // count for number in range(count)):
         index = bisect(starts, goal) - 1
         cuts.add(goal - (goal - starts[index]) % lengths[index])
     ends = sorted(cuts)
