@@ -39,7 +39,7 @@ class Run:
             engine.tuner.now = lambda: self.seconds
             engine.tuner.shares = lambda blocks: [1 / 840] * 840  # every call has as much to do as others, at any S
             engine.link.stalls.so_far = lambda: self.stalled
-            engine.worker.queue.stats = lambda: QueueStats(0, self.elements, self.busy)
+            engine.worker.queue.stats = lambda: QueueStats(0, self.elements, self.busy, 0.0)
             rho = engine.meter.rho
 
             def look():

@@ -20,6 +20,7 @@ from queue_cases import (
 )
 
 from stallfree.kernels.native import NativeReplay
+from stallfree.kernels.queue import HostError
 from stallfree.kernels.replay import ReplayJob, SlotGradient
 from stallfree.kernels.windows import Gate
 
@@ -52,6 +53,29 @@ def test_a_window_is_one_job_for_each_weight(start):
     assert_same_bits(work, expected)
     elements = sum(len(w.deferred) * w.master.shape[1] * (1 if place == 1 else 2) for place, w in enumerate(block.weights))
     assert queue.stats()[:2] == (1, elements)
+
+
+def test_work_counts_while_it_goes_on(start):
+    block = make_block(shapes=((1024, 4096, 0),))
+    queue, seen = start(), []
+    for window in range(1, 21):  # on a busy machine one may be over before anybody looks
+        queue.submit([make_window(block)])
+        while not seen or seen[-1].windows < window:
+            seen.append(queue.stats())
+        assert seen[-1].running_seconds == 0
+    so_far = [stats.busy_seconds + stats.running_seconds for stats in seen]
+    assert so_far == sorted(so_far)
+    assert any(stats.running_seconds for stats in seen)
+
+
+def test_work_that_fails_is_over(start):
+    block = make_block()
+    queue = start()
+    block.weights[0].steps.fill_(-1)
+    (ticket,) = queue.submit([make_window(block)])
+    with pytest.raises(HostError):
+        queue.wait(ticket)
+    assert queue.stats() == (0, 0, 0.0, 0.0)
 
 
 def test_a_weight_without_gradients_publishes_its_masters(start):

@@ -117,8 +117,9 @@ class HostWorker:
 
     @property
     def busy_seconds(self) -> float:
-        """Of work on windows so far."""
-        return self.queue.stats().busy_seconds
+        """Of work on windows so far, the one that is under way included."""
+        stats = self.queue.stats()
+        return stats.busy_seconds + stats.running_seconds
 
     @property
     def threads(self) -> int:

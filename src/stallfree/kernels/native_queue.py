@@ -112,10 +112,10 @@ class NativeQueue(HostQueue):
         return self._error
 
     def stats(self) -> QueueStats:
-        numbers = (ctypes.c_int64 * 3)()
+        numbers = (ctypes.c_int64 * 4)()
         self._quick.stallfree_queue_read_stats(self._queue, numbers)
-        windows, elements, busy = numbers
-        return QueueStats(windows, elements, busy / 1e9)
+        windows, elements, busy, running = numbers
+        return QueueStats(windows, elements, busy / 1e9, running / 1e9)
 
     def history(self) -> list[WindowTimes]:
         entries = (ctypes.c_int64 * 4 * HISTORY)()

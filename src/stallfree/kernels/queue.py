@@ -34,7 +34,8 @@ class QueueStats(NamedTuple):
 
     windows: int
     elements: int  # gradients replayed
-    busy_seconds: float  # of work
+    busy_seconds: float  # of work on these windows
+    running_seconds: float  # for which the next one has been worked on
 
 
 class WindowTimes(NamedTuple):
@@ -163,7 +164,8 @@ class TorchQueue(HostQueue):
         self._changed = threading.Condition()
         self._good = self._last
         self._error: HostError | None = None
-        self._stats = QueueStats(0, 0, 0.0)
+        self._stats = QueueStats(0, 0, 0.0, 0.0)
+        self._working_since: int | None = None
         self._history: deque[WindowTimes] = deque(maxlen=HISTORY)
         self._thread = threading.Thread(target=self._work, name="stallfree-host", daemon=True) if overlap else None
         if self._thread is not None:
@@ -174,7 +176,9 @@ class TorchQueue(HostQueue):
         return self._error
 
     def stats(self) -> QueueStats:
-        return self._stats
+        with self._changed:
+            since = self._working_since
+            return self._stats if since is None else self._stats._replace(running_seconds=(time.monotonic_ns() - since) / 1e9)
 
     def history(self) -> list[WindowTimes]:
         with self._changed:
@@ -226,24 +230,26 @@ class TorchQueue(HostQueue):
             opened = time.monotonic_ns()
             time.sleep(work.pause)
             begin, elements = time.monotonic_ns(), 0
+            self._working_since = begin
             for job in window_jobs(work):
                 self._kernel.replay(job)
                 elements += sum(slot.grad.numel() for slot in job.slots)
             if work.exchange is not None:
                 merge(work.block, work.exchange)
-            end = time.monotonic_ns()
         except BaseException as error:
             failure = HostError(f"host update of {work.names} failed: {error}\n{traceback.format_exc()}")
             failure.__cause__ = error
             with self._changed:
-                self._error = failure
+                self._error, self._working_since = failure, None
                 self._pending.clear()
                 self._word.value = self._last + FAR_AHEAD & 0xFFFFFFFF
                 self._changed.notify_all()
             return
         with self._changed:
-            windows, done, busy = self._stats
-            self._stats = QueueStats(windows + 1, done + elements, busy + (end - begin) / 1e9)
+            end = time.monotonic_ns()
+            windows, done, busy, _ = self._stats
+            self._stats = QueueStats(windows + 1, done + elements, busy + (end - begin) / 1e9, 0.0)
+            self._working_since = None
             self._history.append(WindowTimes(ticket, opened, begin, end))
             self._good = self._word.value = ticket
             self._changed.notify_all()

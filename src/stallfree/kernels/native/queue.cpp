@@ -255,6 +255,8 @@ struct stallfree_queue {
       int64_t elements = 0;
       const int32_t status = run(stallfree::Work(message), &times, &elements);
       lock.lock();
+      times.end_ns = stallfree::now_ns();
+      working_since = 0;
       if (status) {
         failure = status;
         failed = ticket;
@@ -277,7 +279,7 @@ struct stallfree_queue {
     if (work.window.pause_seconds > 0) {
       std::this_thread::sleep_for(std::chrono::duration<double>(work.window.pause_seconds));
     }
-    times->begin_ns = stallfree::now_ns();
+    working_since = times->begin_ns = stallfree::now_ns();
     int32_t status;
     try {
       status = stallfree::replay(pool, work, elements);
@@ -285,7 +287,6 @@ struct stallfree_queue {
     } catch (const std::bad_alloc&) {
       status = STALLFREE_OUT_OF_MEMORY;
     }
-    times->end_ns = stallfree::now_ns();
     return status;
   }
 
@@ -302,6 +303,7 @@ struct stallfree_queue {
   std::mutex mutex;
   std::condition_variable arrived, finished;
   std::atomic<bool> stopping{false};
+  std::atomic<int64_t> working_since{0};  // 0: no window is worked on
   // Under the mutex
   std::list<Message> pending;
   uint32_t submitted, completed, failed = 0;
@@ -365,6 +367,8 @@ int32_t stallfree_queue_wait(stallfree_queue* queue, uint32_t ticket, int32_t mi
 void stallfree_queue_read_stats(stallfree_queue* queue, stallfree_queue_stats* stats) {
   const std::lock_guard<std::mutex> lock(queue->mutex);
   *stats = queue->stats;
+  const int64_t since = queue->working_since;
+  stats->running_ns = since ? stallfree::now_ns() - since : 0;
 }
 
 int32_t stallfree_queue_history(stallfree_queue* queue, stallfree_queue_entry* entries, int32_t most) {

@@ -60,7 +60,8 @@ typedef struct stallfree_window {
 } stallfree_window;
 
 typedef struct stallfree_queue_stats {
-  int64_t windows, elements, busy_ns;
+  int64_t windows, elements, busy_ns;  // of windows that are done
+  int64_t running_ns;                  // for which the next one has been worked on
 } stallfree_queue_stats;
 
 typedef struct stallfree_queue_entry {
