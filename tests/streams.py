@@ -1,22 +1,24 @@
 """A stand-in for CUDA streams, to run the asynchronous path without a GPU.
 
-Each copy stream is a thread that works off its queue, as late as `pause` makes it. The computing stream is the launching
-thread itself: where a device would wait, it does. So copies overtake computation and each other as freely as on a device,
-but the launching thread has no lead. A wait that nobody can end fails after a while.
+Each stream but one is a thread that works off its queue, as late as `pause` makes it. The computing stream is the launching
+thread itself: where a device would wait, it does. So copies and what runs beside computation overtake it and each other as
+freely as on a device, but the launching thread has no lead. A wait that nobody can end fails after a while.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from stallfree.engine import pipeline, ring
+from stallfree.engine.device_link import DeviceLink
 from stallfree.engine.streams import Point
-from stallfree.engine.transfer import DeviceLink
+from stallfree.kernels.torch_block import TorchBlock
 
 PATIENCE = 20.0  # seconds
 
@@ -59,9 +61,9 @@ class StandIn:
     """See stallfree.engine.streams.Streams."""
 
     def __init__(self, pause: Callable[[], None] = lambda: None) -> None:
-        self.to_host, self.to_device = Stream(pause), Stream(pause)
-        self.beside = None  # the computing stream itself
+        self.to_host, self.to_device, self.beside, self.showing = (Stream(pause) for _ in range(4))
         self.registered: dict[int, int] = {}
+        self._launched = threading.local()  # .on: the streams on which this thread launches kernels
 
     def _do(self, stream: Stream | None, task: Callable[[], None]) -> None:
         if stream is None:
@@ -88,8 +90,18 @@ class StandIn:
     def wait(self, stream: Stream | None, event: Event) -> None:
         self._do(stream, event.synchronize)
 
-    def on(self, stream: None):
-        return nullcontext()
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before = getattr(self._launched, "on", None)
+        self._launched.on = stream
+        try:
+            yield
+        finally:
+            self._launched.on = before
+
+    def launch(self, kernel: Callable[..., None], *args: Any) -> None:
+        """Let a kernel run on the stream that launches go to."""
+        self._do(getattr(self._launched, "on", None), torch.no_grad()(lambda: kernel(*args)))
 
     def hold(self, tensor: Tensor, stream: Stream | None) -> None:
         """Nothing is freed while it is needed."""
@@ -128,15 +140,45 @@ class StandIn:
     def unregister(self, memory: Tensor) -> None:
         del self.registered[memory.data_ptr()]
         if not self.registered:  # the link is closed
-            for stream in (self.to_host, self.to_device):
+            for stream in self.threads:
                 stream.todo.put(None)
 
     def synchronize(self, stream: Stream | None = None) -> None:
-        for copies in (self.to_host, self.to_device) if stream is None else (stream,):
-            self.record(copies).synchronize()
+        for one in self.threads if stream is None else (stream,):
+            self.record(one).synchronize()
+
+    @property
+    def threads(self) -> tuple[Stream, ...]:
+        return self.to_host, self.to_device, self.beside, self.showing
+
+
+class Launched(TorchBlock):
+    """Kernels that run on streams, and of which torch does not see what they write, as on a GPU."""
+
+    def __init__(self, streams: StandIn) -> None:
+        self.streams = streams
+
+    def split(self, *args: Any) -> None:
+        self.streams.launch(super().split, *args)
+
+    def publish(self, layout, targets, params, *args: Any) -> None:
+        unseen = [None if param is None else param.data for param in params]
+        self.streams.launch(super().publish, layout, targets, unseen, *args)
 
 
 def use(monkeypatch, pause: Callable[[], None] = lambda: None, staging_bytes: int = 0) -> None:
     """Let new optimizers take a GPU's path, with so much staging memory in each direction, but at least for a row or two."""
+    use_streams(monkeypatch, lambda: StandIn(pause), staging_bytes)
+
+
+def use_streams(monkeypatch, make: Callable[[], StandIn], staging_bytes: int) -> None:
+    """Likewise, with streams of one's own."""
+    made: list[StandIn] = []  # an engine asks for its kernel, then for its link
+
+    def kernel(device: torch.device) -> Launched:
+        made.append(make())
+        return Launched(made[-1])
+
     monkeypatch.setattr(ring, "STAGING_BYTES", staging_bytes)
-    monkeypatch.setattr(pipeline, "link_to", lambda device: DeviceLink(device, StandIn(pause)))
+    monkeypatch.setattr(pipeline, "block_kernel", kernel)
+    monkeypatch.setattr(pipeline, "link_to", lambda device: DeviceLink(device, made[-1]))

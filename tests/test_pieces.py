@@ -4,21 +4,19 @@ import copy
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 from histories import accumulate, assert_identical
-from streams import StandIn, Stream, use
+from streams import StandIn, Stream, use, use_streams
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
-from stallfree.engine import pipeline, ring
 from stallfree.engine.blocks import build_blocks, classify
+from stallfree.engine.device_link import DeviceLink
+from stallfree.engine.publishing import Publishing
 from stallfree.engine.ring import ring_bytes
 from stallfree.engine.sending import Sending
-from stallfree.engine.transfer import DeviceLink, Link
-from stallfree.kernels.torch_block import TorchBlock
 
 LARGE = dict(topk_ratio=0.25, update_interval=2, full_warm_up_rounds=1, select_interval=2, min_numel=0, block_numel=1)
 
@@ -247,36 +245,18 @@ def test_state_may_be_read_in_another_thread_during_backward(monkeypatch, stagin
     assert_identical([weights(read=True)], [expected])
 
 
-class Concurrent(StandIn):
-    """Beside computation there is a thread of its own, and copies down come late."""
+class Late(StandIn):
+    """Copies down come late, and what runs beside computation a little earlier."""
 
     def __init__(self) -> None:
         super().__init__()
         self.to_host, self.beside = Stream(lambda: time.sleep(3e-3)), Stream(lambda: time.sleep(1e-3))
-        self.launched: list[Stream] = []  # where kernels are launched now
-
-    @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        self.launched.append(stream)
-        yield
-        self.launched.pop()
 
 
 def test_memory_of_a_piece_that_goes_down_is_not_written(monkeypatch):
     """Neither by the computing stream nor by the one beside it, which do not wait for each other."""
-    split = TorchBlock.split
 
-    def gradients(streams: Concurrent | None) -> list[torch.Tensor]:
-        def launched(kernel: TorchBlock, *args: object) -> None:
-            if streams is not None and streams.launched:
-                streams._do(streams.launched[-1], lambda: split(kernel, *args))
-            else:
-                split(kernel, *args)
-
-        monkeypatch.setattr(TorchBlock, "split", launched)
-        monkeypatch.setattr(
-            pipeline, "link_to", lambda device: Link(device) if streams is None else DeviceLink(device, streams)
-        )
+    def gradients() -> list[torch.Tensor]:
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in ((64, 5), (8, 8), (8, 8), (8, 8), (64, 5), (8, 8))]
         named = [(f"layers.{place}.weight", param) for place, param in enumerate(params)]
         optimizer = ZenFlowAdamW(named, topk_ratio=0.0, min_numel=0, block_numel=1)
@@ -286,10 +266,109 @@ def test_memory_of_a_piece_that_goes_down_is_not_written(monkeypatch):
         optimizer.close()
         return found
 
-    expected = gradients(None)
+    expected = gradients()
     for staging_bytes in (600, 1024, 1500):
-        monkeypatch.setattr(ring, "STAGING_BYTES", staging_bytes)
-        assert_identical([gradients(Concurrent())], [expected])
+        use_streams(monkeypatch, Late, staging_bytes)
+        assert_identical([gradients()], [expected])
+
+
+def chained(params: list[torch.nn.Parameter], t: int, broken: bool = False) -> None:
+    """A backward pass that comes to the last parameter first, and may not come to the first one."""
+    value = torch.full((), 1.0 + t)
+    for place, param in enumerate(params):
+        value = value + (param * (1 + place + t)).sum()
+        if broken and place == 0:
+            value = Broken.apply(value)
+    value.backward()
+
+
+class Broken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise ArithmeticError("no gradient")
+
+
+WHOLE = dict(topk_ratio=0.0, stagger=False)  # all blocks close in the same call
+
+
+def test_backward_goes_on_while_the_host_is_late(monkeypatch):
+    """What is published in it is waited for at its end."""
+    made: list[StandIn] = []
+    use_streams(monkeypatch, lambda: made.append(StandIn()) or made[-1], 1 << 20)
+    params, optimizer = large(**WHOLE)
+    link, expect, late, over = optimizer.engine.link, Publishing.expect, threading.Event(), []
+
+    def expected(self: Publishing, blocks, call: int) -> None:
+        if call == 7:
+            made[0].to_device.todo.put(lambda: late.wait(10))
+        expect(self, blocks, call)
+
+    def last(_: torch.Tensor) -> None:
+        over.append(link._shown.now().passed)
+        if len(over) == 7:
+            late.set()
+
+    monkeypatch.setattr(Publishing, "expect", expected)
+    params[0].register_post_accumulate_grad_hook(last)
+    for t in range(7):
+        before = [param.detach().clone() for param in params]
+        chained(params, t)
+        assert link._shown.now().passed
+        assert all(map(torch.equal, before, params)) == (t not in (2, 4, 6)), "windows are due in every second call"
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    assert late.is_set()
+    assert not over[6]
+
+
+@pytest.mark.parametrize("staging_bytes", [1024, 1 << 20])
+def test_after_backward_the_weights_are_the_same_however_late_they_come(monkeypatch, staging_bytes):
+    def seen() -> list[list[torch.Tensor]]:
+        params, optimizer = large(topk_ratio=0.0)
+        weights = []
+        for t in range(10):
+            chained(params, t)
+            weights.append([param.detach().clone() for param in params])
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return weights
+
+    use(monkeypatch, staging_bytes=staging_bytes)
+    expected = seen()
+    for number in range(4):
+        rnd = random.Random(number)
+        use(monkeypatch, lambda rnd=rnd: time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 2e-3])), staging_bytes)
+        assert_identical(seen(), expected)
+
+
+def test_a_backward_pass_that_fails_leaves_nothing_behind(monkeypatch):
+    """No callback comes at its end; the next one has its own, and step() does without."""
+
+    def weights() -> list[torch.Tensor]:
+        params, optimizer = large(**WHOLE)
+        for t in range(12):
+            if t % 3 == 2:
+                with pytest.raises(ArithmeticError):
+                    chained(params, t, broken=True)
+                optimizer.zero_grad()
+            chained(params, t)
+            if isinstance(link := optimizer.engine.link, DeviceLink):
+                assert link._shown.now().passed
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.flush()
+        optimizer.close()
+        return [param.detach().clone() for param in params]
+
+    expected = weights()
+    use(monkeypatch, lambda: time.sleep(2e-4), staging_bytes=1 << 20)
+    assert_identical([weights()], [expected])
 
 
 @pytest.mark.parametrize("staging_bytes", [600, 1 << 20])

@@ -10,8 +10,8 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 
 import torch
@@ -21,6 +21,7 @@ from stallfree.config import ZenFlowConfig
 from stallfree.engine import joining, weights
 from stallfree.engine.channels import Channels
 from stallfree.engine.device import Layouts
+from stallfree.engine.device_link import link_to
 from stallfree.engine.hooks import Hooks
 from stallfree.engine.host import HostWorker
 from stallfree.engine.judge import Judge
@@ -32,7 +33,6 @@ from stallfree.engine.sending import Sending
 from stallfree.engine.sharding import Agreement, RankSums, directly
 from stallfree.engine.slots import SlotPool, gives_at_close
 from stallfree.engine.staging import NOWHERE, Staging
-from stallfree.engine.transfer import link_to
 from stallfree.engine.tuner import IntervalTuner
 from stallfree.engine.uninterrupted import uninterrupted
 from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window
@@ -111,9 +111,12 @@ class Engine:
         if self.delay:
             time.sleep(self.delay(where))
 
-    def uninterrupted(self) -> AbstractContextManager[None]:
-        """Whatever reads or changes state between calls does so inside."""
-        return uninterrupted(self.lock)
+    @contextmanager
+    def uninterrupted(self) -> Iterator[None]:
+        """Whatever reads or changes state or weights does so inside, `step()` too."""
+        with uninterrupted(self.lock):
+            self.link.join_ups()
+            yield
 
     # One call
 

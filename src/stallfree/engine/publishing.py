@@ -2,16 +2,22 @@
 
 What is due in the next call is expected from the end of this one. Its copies begin as soon as the host is done, as far as there
 is room on the device: piece by piece, where a block is large. They are shown during backward, once nothing reads a block's
-weights any more; the rest in the call itself.
+weights any more, beside computation, which waits for the host when backward is over; the rest in the call itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
-from stallfree.engine.transfer import Link
+from torch import Tensor
+
+from stallfree.engine.streams import Point
+from stallfree.engine.transfer import Arrival, Link
 from stallfree.engine.window import BlockState, Piece, Window
 from stallfree.kernels.block import BlockKernel
+
+Up = Callable[[Tensor, Point | None, Arrival | None], AbstractContextManager[Tensor]]
 
 
 class Publishing:
@@ -37,10 +43,11 @@ class Publishing:
         return list({other: None for other, window in self._coming if other in self._passed and window.arrives})
 
     def show_arrived(self, block: BlockState) -> None:
-        """Publish what is on its way up already."""
+        """Publish what is on its way up already, beside computation."""
         for other, window in self._coming:
             if other is block:
-                self._show_arrived(block, window)
+                while window.arrives:
+                    self._show_next(block, window, self.link.up_beside)
         self._coming = [pair for pair in self._coming if not pair[1].shown]
         self._begin_ups()
 
@@ -50,7 +57,8 @@ class Publishing:
         First what has room on the device already, which keeps others from coming up.
         """
         for block, window in self._coming:
-            self._show_arrived(block, window)
+            while window.arrives:
+                self._show_next(block, window, self.link.up)
         for block, window in self._coming:
             self._show_rest(block, window)
         self._coming = []
@@ -81,15 +89,11 @@ class Publishing:
             window.read = piece.arrival.point
         return piece.arrival is not None
 
-    def _show_arrived(self, block: BlockState, window: Window) -> None:
-        while window.arrives:
-            self._show_next(block, window)
-
     def _show_rest(self, block: BlockState, window: Window) -> None:
         while window.pieces:
-            self._show_next(block, window)
+            self._show_next(block, window, self.link.up)
 
-    def _show_next(self, block: BlockState, window: Window) -> None:
+    def _show_next(self, block: BlockState, window: Window, up: Up) -> None:
         if len(window.dropped) == len(block.weights):
             block.forget(window)
             return
@@ -97,7 +101,7 @@ class Publishing:
         params = [None if place in window.dropped else shard for place, shard in enumerate(block.block.shards)]
         if piece.arrival is None:
             self._begin_up(window, piece)
-        with self.link.up(piece.values, window.work, piece.arrival) as values:
+        with up(piece.values, window.work, piece.arrival) as values:
             self.kernel.publish(division.layout, division.targets, params, values, piece.low)
         del window.pieces[0]
         if window.shown:

@@ -50,6 +50,7 @@ class Staging:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._loose: list[OwnGradients] = []  # of sharded residents whose gradients lie among those of blocks staged already
+        self._joined_after = -1  # the backward pass at whose end what was published in it will be waited for
         self.handles = Handles(engine)
 
     # From backward
@@ -132,6 +133,18 @@ class Staging:
                     engine.publishing.show_arrived(arrived)
                     increment_version(arrived.block.shards)  # a graph that still needs what was there is refused by torch
                     engine.ledger.mark(arrived.params)
+                    self._join_after_backward()
+
+    def _join_after_backward(self) -> None:
+        """Let computation wait for what is published beside it, once backward is over: then anybody may read the weights."""
+        backward = torch._C._current_graph_task_id()
+        if backward != self._joined_after:
+            self._joined_after = backward
+            torch.autograd.Variable._execution_engine.queue_callback(self._join)
+
+    def _join(self) -> None:
+        with self.engine.lock:
+            self.engine.link.join_ups()
 
     def _ready_gradient(self, state: WeightState) -> Tensor | None:
         block, place, grad = state.block, state.place, None

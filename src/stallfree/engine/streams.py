@@ -102,12 +102,13 @@ class Event:
 
 
 class Streams:
-    """One device's streams besides the one that computes: for copies `to_host` and `to_device`, and for kernels `beside` it."""
+    """One device's streams besides the one that computes: two for copies, two for kernels that it need not wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.to_host, self.to_device = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self.beside = torch.cuda.Stream(device)  # for what the computing stream need not wait for
+        self.beside = torch.cuda.Stream(device)  # later pieces of large blocks
+        self.showing = torch.cuda.Stream(device)  # what is published during backward
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Inside, the driver's calls are about this device."""

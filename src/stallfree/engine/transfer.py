@@ -1,9 +1,7 @@
 """Copies between slots in host memory and the device.
 
-On the CPU (`Link`) the two are the same memory, and waiting for the host is waiting. On a GPU (`DeviceLink`) the launching
-thread never waits. Each direction has a stream; gradients pass through a bounded ring of device memory on their way down,
-weights on their way up, both in pieces where a block is large. The device itself waits for host work, and host work for the
-device, on timelines. Everything that a wait depends on is enqueued before it, so that no two waits can wait for each other.
+On the CPU (`Link`) the two are the same memory, and waiting for the host is waiting. On a GPU (`DeviceLink`, in
+device_link.py) the launching thread never waits.
 """
 
 from __future__ import annotations
@@ -20,9 +18,9 @@ from torch import Tensor
 
 from stallfree.engine.blocks import Block
 from stallfree.engine.memory import host_memory
-from stallfree.engine.ring import Ring, Share, piece_bytes, ring_bytes
+from stallfree.engine.ring import Share
 from stallfree.engine.stalls import Stalls
-from stallfree.engine.streams import Point, Stream, Streams, Timeline
+from stallfree.engine.streams import Point, Timeline
 from stallfree.kernels.queue import HostError
 from stallfree.kernels.windows import Gate
 
@@ -159,6 +157,13 @@ class Link:
         self._count(up=source.nbytes)
         yield source
 
+    def up_beside(self, source: Tensor, work: Point | None, arrival: Arrival | None) -> AbstractContextManager[Tensor]:
+        """The same, used by kernels that run beside computation, which goes on until it joins them."""
+        return self.up(source, work, arrival)
+
+    def join_ups(self) -> None:
+        """Let computation wait for all that uses what came up, beside it: before anybody may read the weights."""
+
     def begin_return(self, target: Tensor, source: Tensor, work: Point | None) -> Point | None:
         """Begin a `take_back` early: nobody uses the target meanwhile."""
         return None
@@ -189,215 +194,3 @@ class Link:
 
     def close(self) -> None:
         """Let nothing on the device wait any more, and give the memory back. Idempotent."""
-
-
-class DeviceLink(Link):
-    """A link to a GPU, on which copies run beside the computing stream."""
-
-    def __init__(self, device: torch.device, streams: Streams) -> None:
-        super().__init__(device)
-        self.streams = streams
-        self._registered: list[Tensor] = []
-        words = self.host_empty((5 * LINE,), torch.int32).zero_()
-        lines = (Timeline(words, place * LINE) for place in range(5))
-        self.host, self._computed, self._came_down, self._went_up, self._beside = lines
-        self._carried = self._computed.now()
-        self._beside_before: Point | None = None  # all that ran beside computation up to the last call
-        self._now_beside = False  # what is enqueued runs there
-        self._down_ring, self._up_ring = Ring(device), Ring(device)
-        self._stream: Stream | None = None  # that computed last
-        self._handle: int | None = None  # its
-        self._several = False  # another one has computed before
-
-    def device_guard(self) -> AbstractContextManager[object]:
-        return self.streams.device_guard()
-
-    def follow(self) -> int:
-        self._computing()
-        assert self._handle is not None
-        return self._handle
-
-    def hold(self, tensors: Sequence[Tensor | None], shared: bool) -> None:
-        if self._several or shared:
-            stream = self._computing()
-            for tensor in tensors:
-                if tensor is not None:
-                    self.streams.hold(tensor, stream)
-
-    @property
-    def piece_bytes(self) -> int:
-        return piece_bytes()
-
-    def stages_whole(self, nbytes: int) -> bool:
-        return nbytes <= self._down_ring.size
-
-    def reserve(self, blocks: Sequence[Block]) -> None:
-        self.streams.synchronize()  # when parameters join, the memory of what is under way is replaced
-        for ring, size in zip((self._down_ring, self._up_ring), ring_bytes(blocks), strict=True):
-            if ring.size < size:
-                ring.grow(size)
-        self.staging_nbytes = self._down_ring.size + self._up_ring.size
-
-    def host_memory(self, nbytes: int) -> Tensor:
-        """Registered, because pinned allocation is slower and rounds sizes up. No two registrations share a page."""
-        memory = host_memory(nbytes)
-        if nbytes:
-            self.streams.register(memory)
-            self._registered.append(memory)
-        return memory
-
-    def send(self, source: Tensor) -> Tensor:
-        self._count(up=source.nbytes)
-        return source.to(self.device)
-
-    @contextmanager
-    def staging(self, target: Tensor, after: Sequence[Point] = ()) -> Iterator[Tensor]:
-        stream = self.streams.beside if self._now_beside else self._computing()
-
-        def wait(point: Point) -> None:
-            if self._now_beside:
-                self._wait(stream, point)
-            else:
-                self._stall(stream, point, self.crowding)
-
-        share = self._down_ring.take(target.nbytes, wait)
-        try:
-            yield share.rows(target.dtype)
-        finally:
-            share.used = self._came_down.now()
-
-    def down(self, source: Tensor, target: Tensor, after: Sequence[Point] = ()) -> None:
-        self._count(down=source.nbytes)
-        streams, copies = self.streams, self.streams.to_host
-        if self._now_beside:
-            stream, written = streams.beside, self._beside.next()
-        else:
-            stream, written = self._computing(), self._computed.next()
-        streams.enqueue(
-            *[streams.wait_for(copies, point) for point in after if not point.passed],
-            streams.raise_to(stream, written),
-            streams.wait_for(copies, written),
-            streams.copy(target, source, copies),
-            streams.raise_to(copies, self._came_down.next()),
-        )
-
-    @contextmanager
-    def beside(self, tensors: Sequence[Tensor | None]) -> Iterator[None]:
-        streams = self.streams
-        streams.wait(streams.beside, streams.record(self._computing()))
-        for tensor in tensors:
-            if tensor is not None:
-                streams.hold(tensor, streams.beside)
-        self._now_beside = True
-        try:
-            with streams.on(streams.beside):
-                yield
-        finally:
-            self._now_beside = False
-
-    def rejoin(self, at_once: bool) -> None:
-        if self._beside_before is not None:
-            self._wait(self._computing(), self._beside_before)
-        self._beside_before = self._beside.now()
-        if at_once:
-            self._wait(self._computing(), self._beside_before)
-
-    def carried(self, nbytes: int) -> None:
-        super().carried(nbytes)
-        self._carried = self._raise(self._computing(), self._computed)
-
-    def sent(self) -> Point:
-        return self._came_down.now()
-
-    def gates(self, sent: Point | None = None) -> tuple[Gate, ...]:
-        points = (sent or self.sent(), self._carried)
-        return tuple(Gate(point.timeline.address, point.value) for point in points)
-
-    def hold_gates(self, until: Sequence[Point]) -> None:
-        for point in until:
-            self._wait(self.streams.to_host, point)
-        if until:
-            self._raise(self.streams.to_host, self._came_down)
-
-    def lead(self) -> int:
-        return self._computed.ahead
-
-    def wait_down(self) -> None:
-        self._wait(self.streams.to_host, self._carried)
-        self.streams.synchronize(self.streams.to_host)
-
-    def begin_up(self, source: Tensor, work: Point | None) -> Arrival | None:
-        if not self._up_ring.has_room(source.nbytes):
-            return None
-        copies = self.streams.to_device
-        share = self._up_ring.take(source.nbytes, lambda point: self._wait(copies, point))
-        return Arrival(share, self._copy_up(share.rows(source.dtype), source, work))
-
-    @contextmanager
-    def up(self, source: Tensor, work: Point | None, arrival: Arrival | None = None) -> Iterator[Tensor]:
-        assert arrival is not None, "the staging memory is full of copies that nobody has used"
-        stream = self._computing()
-        self._stall(stream, arrival.point, self.stalls)
-        try:
-            yield arrival.share.rows(source.dtype)
-        finally:
-            arrival.share.used = self._raise(stream, self._computed)
-
-    def begin_return(self, target: Tensor, source: Tensor, work: Point | None) -> Point:
-        return self._copy_up(target, source, work)
-
-    def _copy_up(self, target: Tensor, source: Tensor, work: Point | None) -> Point:
-        """Once host work is done."""
-        self._count(up=source.nbytes)
-        streams, copies, point = self.streams, self.streams.to_device, self._went_up.next()
-        streams.enqueue(
-            *([] if work is None or work.passed else [streams.wait_for(copies, work)]),
-            streams.copy(target, source, copies),
-            streams.raise_to(copies, point),
-        )
-        return point
-
-    def take_back(self, target: Tensor, source: Tensor, work: Point | None, arrival: Point | None = None) -> None:
-        arrival = arrival or self.begin_return(target, source, work)
-        self._stall(self._computing(), arrival, self.stalls)
-
-    def _computing(self) -> Stream:
-        """The stream that computes now, ordered behind the one that did before: there is one timeline for both."""
-        handle = self.streams.current_handle()
-        if handle != self._handle:
-            stream = self.streams.current()
-            if self._handle is not None:
-                self.streams.wait(stream, self.streams.record(self._stream))
-                self._several = True
-            self._stream, self._handle = stream, handle
-        return self._stream
-
-    def _raise(self, stream: Stream, timeline: Timeline) -> Point:
-        point = timeline.next()
-        self.streams.enqueue(self.streams.raise_to(stream, point))
-        return point
-
-    def _wait(self, stream: Stream, point: Point) -> None:
-        if not point.passed:
-            self.streams.enqueue(self.streams.wait_for(stream, point))
-
-    def _stall(self, stream: Stream, point: Point, stalls: Stalls) -> None:
-        """The same for the computing stream, whose time this costs."""
-        if not point.passed:
-            begin = self.streams.record(stream)
-            self.streams.enqueue(self.streams.wait_for(stream, point))
-            stalls.add_pair(begin, self.streams.record(stream))
-
-    def close(self) -> None:
-        if not self._registered:
-            return
-        self.host.release()
-        self.streams.synchronize()
-        while self._registered:
-            self.streams.unregister(self._registered.pop())
-        for ring in (self._down_ring, self._up_ring):
-            ring.grow(0)
-
-
-def link_to(device: torch.device) -> Link:
-    return DeviceLink(device, Streams(device)) if device.type == "cuda" else Link(device)
