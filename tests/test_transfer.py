@@ -257,3 +257,19 @@ def test_the_host_may_begin_with_a_block_before_the_last_copy_is_there(monkeypat
         assert first[0] < last[0]
         assert first[1] == last[1]
     assert all(work.gates[0].value == sent for works, sent in handing_over for work in works)
+
+
+def test_the_lead_is_counted_in_calls(monkeypatch):
+    use(monkeypatch)
+    params = [torch.nn.Parameter(torch.ones(8, 8)) for _ in range(3)]
+    optimizer = ZenFlowAdamW(params, min_numel=0, block_numel=1, topk_ratio=0.0, update_interval=1, full_warm_up_rounds=1)
+    link, counts = optimizer.engine.link, []
+    for t in range(6):
+        accumulate(params, t)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert link.lead() == 0, "the launching thread is the device here"
+        counts.append(link._computed.value)
+    link._computed.value += counts[-1] - counts[-2]
+    assert link.lead() == 1
+    optimizer.close()

@@ -19,7 +19,7 @@ class Mark(NamedTuple):
     busy: float  # seconds of host work
     stalled: float  # seconds
     elements: int = 0  # gradients replayed
-    lead: int | None = None  # blocks that the device has still to work on after the call; None: there is no device
+    lead: float | None = None  # calls that the device has still to work on then; None: there is no device
 
     def since(self, before: Mark) -> Mark:
         seconds, busy, stalled = self.seconds - before.seconds, self.busy - before.busy, self.stalled - before.stalled

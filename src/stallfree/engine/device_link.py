@@ -35,7 +35,8 @@ class DeviceLink(Link):
         lines = (Timeline(words, place * LINE) for place in range(6))
         self.host, self._computed, self._came_down, self._went_up, self._beside, self._shown = lines
         self._joined = self._shown.now()  # computation has waited until then
-        self._carried = self._computed.now()
+        self._carried = self._called = self._computed.now()
+        self._per_call = 1  # by how much a call raises that count
         self._beside_before: Point | None = None  # all that ran beside computation up to the last call
         self._now_beside = False  # what is enqueued runs there
         self._down_ring, self._up_ring = Ring(device), Ring(device)
@@ -130,6 +131,8 @@ class DeviceLink(Link):
             self._now_beside = False
 
     def rejoin(self, at_once: bool) -> None:
+        self._per_call = max(1, self._computed.since(self._called))
+        self._called = self._computed.now()
         if self._beside_before is not None:
             self._wait(self._computing(), self._beside_before)
         self._beside_before = self._beside.now()
@@ -153,8 +156,8 @@ class DeviceLink(Link):
         if until:
             self._raise(self.streams.to_host, self._came_down)
 
-    def lead(self) -> int:
-        return self._computed.ahead
+    def lead(self) -> float:
+        return self._computed.ahead / self._per_call
 
     def wait_down(self) -> None:
         self._wait(self.streams.to_host, self._carried)

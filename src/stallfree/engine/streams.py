@@ -55,6 +55,10 @@ class Timeline:
         """How much of what somebody was told to do is not done yet."""
         return (self.value - self.word) & _MASK
 
+    def since(self, point: Point) -> int:
+        """How often somebody was told to raise it since."""
+        return (self.value - point.value) & _MASK
+
     def next(self) -> Point:
         self.value = (self.value + 1) & _MASK
         return Point(self, self.value)

@@ -24,8 +24,6 @@ from stallfree.engine.streams import Point, Timeline
 from stallfree.kernels.queue import HostError
 from stallfree.kernels.windows import Gate
 
-LINE = 16  # int32 words of a cache line: each timeline has one of its own
-
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
@@ -138,8 +136,8 @@ class Link:
     def hold_gates(self, until: Sequence[Point]) -> None:
         """Gates made from now on open only when some moments have passed, too."""
 
-    def lead(self) -> int | None:
-        """How far the launching thread is ahead of the device, in pieces staged or shown. None: there is no device."""
+    def lead(self) -> float | None:
+        """How far the launching thread is ahead of the device, in calls. None: there is no device."""
         return None
 
     def wait_down(self) -> None:

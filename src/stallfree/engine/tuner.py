@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 APART = 64  # calls between two decisions at least
 CHANGED = 0.15  # by how much a time has to change to be decided upon again
 TOGETHER = 16  # calls after which several ranks compare what they want: each time waits for the device
-LEAD = 0.5  # of the blocks: a device with less still to do than that waits for the launching thread
+LEAD = 0.4  # of a call: a device with less still to do than that waits for the launching thread
 
 logger = logging.getLogger("stallfree")
 
@@ -131,7 +131,7 @@ class IntervalTuner:
         elements = sum(block.block.deferred_numel for block in engine.blocks)
         interval = engine.clock.interval
         leads = [call.lead for call in calls if call.lead is not None]
-        launch_bound = bool(leads) and statistics.median(leads) < LEAD * len(engine.blocks)
+        launch_bound = bool(leads) and statistics.median(leads) < LEAD
         return Measured(step, stall, UpdateTime(interval, rate * interval * elements), launch_bound)
 
     def _differs(self, measured: Measured, basis: Measured, paced: bool = False) -> bool:

@@ -119,10 +119,10 @@ def _groups(layout: BlockLayout, tiling: Tiling) -> list[_Group]:
 class TritonBlock:
     """A `BlockKernel` in Triton, for one device.
 
-    Calls must be ordered on the device (one stream, or streams that wait), but for `split` of a piece that is not the first:
-    sums of chunks pass through scratch memory that all layouts share, and those have none. Without `warm_up` a layout's first
-    call builds its tables, and the first call with a dtype compiles; later calls allocate nothing. Buffers and weights that
-    begin at multiples of 16 bytes, with channels and lengths that are multiples of 8, are the fast case; all others work.
+    First pieces are to be split on one stream, or on streams that wait for each other: sums of chunks pass through scratch
+    memory that all layouts share. Other pieces have no sums, and `publish` has none. Without `warm_up` a layout's first call
+    builds its tables, and the first call with a dtype compiles; later calls allocate nothing. Buffers and weights that begin at
+    multiples of 16 bytes, with channels and lengths that are multiples of 8, are the fast case; all others work.
 
     Raises:
         ValueError: neither a CUDA device, nor the CPU under TRITON_INTERPRET=1.
