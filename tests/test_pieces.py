@@ -347,8 +347,14 @@ def test_after_backward_the_weights_are_the_same_however_late_they_come(monkeypa
         assert_identical(seen(), expected)
 
 
+def is_shown(optimizer: ZenFlowAdamW) -> bool:
+    """Whether the device has all weights that have been published."""
+    link = optimizer.engine.link
+    return not isinstance(link, DeviceLink) or link._shown.now().passed
+
+
 def test_a_backward_pass_that_fails_leaves_nothing_behind(monkeypatch):
-    """No callback comes at its end; the next one has its own, and step() does without."""
+    """What it has published is waited for, too, before anybody may try again."""
 
     def weights() -> list[torch.Tensor]:
         params, optimizer = large(**WHOLE)
@@ -356,10 +362,10 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind(monkeypatch):
             if t % 3 == 2:
                 with pytest.raises(ArithmeticError):
                     chained(params, t, broken=True)
+                assert is_shown(optimizer)
                 optimizer.zero_grad()
             chained(params, t)
-            if isinstance(link := optimizer.engine.link, DeviceLink):
-                assert link._shown.now().passed
+            assert is_shown(optimizer)
             optimizer.step()
             optimizer.zero_grad()
         optimizer.flush()

@@ -6,7 +6,7 @@ call, the block is staged at once; until then `.grad` is a plain tensor. `step()
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -42,6 +42,20 @@ if TYPE_CHECKING:
 NOWHERE: AbstractContextManager[None] = nullcontext()
 ATTRIBUTES, STAGED = attrgetter("__dict__"), attrgetter("staged")
 PLAIN_ONLY = {Tensor}
+
+
+class Once:
+    """A callback for the end of a backward pass, called also if that fails: autograd only lets go of it then."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call: Callable[[], None] | None = call
+
+    def __call__(self) -> None:
+        call, self._call = self._call, None
+        if call is not None:
+            call()
+
+    __del__ = __call__
 
 
 class Staging:
@@ -140,7 +154,7 @@ class Staging:
         backward = torch._C._current_graph_task_id()
         if backward != self._joined_after:
             self._joined_after = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._join)
+            torch.autograd.Variable._execution_engine.queue_callback(Once(self._join))
 
     def _join(self) -> None:
         with self.engine.lock:
