@@ -174,7 +174,8 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, help="SVG; needs matplotlib")
     args = parser.parse_args()
     rows = [row(Case(model=model, world=world)) for model in MODELS for world in WORLDS]
-    parts = ["```\npython " + " ".join(sys.argv) + "\n```", f"{datetime.date.today()}, torch {torch.__version__}; no GPU."]
+    command = " ".join(["python -m benchmarks.scaling.report", *sys.argv[1:]])
+    parts = [f"```\n{command}\n```", f"{datetime.date.today()}, torch {torch.__version__}; no GPU."]
     parts += ["## Against one GPU", check(), "## Times per step, ms", table(rows)]
     parts += ["## Bytes of the collective", traffic(), "## What assumptions are worth", variants()]
     report = "\n\n".join(parts) + "\n"
