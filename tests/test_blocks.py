@@ -9,9 +9,10 @@ from stallfree.engine.blocks import EVEN, build_blocks, classify, shares_by_phas
 from stallfree.engine.schedule import loads
 
 
-def blocks_of(sizes: list[int], **settings) -> list:
+def blocks_of(sizes: list[int], dtype: torch.dtype = torch.float32, **settings) -> list:
     """sizes: of the layers, each of one weight."""
-    named = [(f"layers.{n}.weight", nn.Parameter(torch.empty(size, 64, device="meta"))) for n, size in enumerate(sizes)]
+    layers = [nn.Parameter(torch.empty(size, 64, dtype=dtype, device="meta")) for size in sizes]
+    named = [(f"layers.{n}.weight", layer) for n, layer in enumerate(layers)]
     config = ZenFlowConfig(min_numel=0, **settings)
     return build_blocks(classify(named, config)[1], config)
 
@@ -46,9 +47,15 @@ def test_fewer_blocks_leave_calls_about_as_even_as_more(large, layers, most):
 
     blocks, part = blocks_of(sizes, update_interval=most), sum(sizes) * 64 // most
     assert all(block.whole_numel <= max(part, 64 * 16 * large) for block in blocks)
-    finest = blocks_of(sizes, update_interval=most, block_numel=part // 4)
+    finest = blocks_of(sizes, update_interval=most, block_numel=part // 2)  # of 32-bit elements half as many
     assert len(blocks) <= len(finest)
     assert all(mine <= EVEN * best + 1e-9 for mine, best in zip(busiest(blocks), busiest(finest), strict=True))
+
+
+@pytest.mark.parametrize("dtype, layers", [(torch.float32, 2), (torch.bfloat16, 4), (torch.float16, 4)])
+def test_a_block_has_so_many_bytes_at_most(dtype, layers):
+    blocks = blocks_of([16] * 32, dtype, update_interval=1, block_numel=4 * 16 * 64)
+    assert [len(block.weights) for block in blocks] == [layers] * (32 // layers)
 
 
 def test_without_stagger_blocks_go_down_during_backward_all_the_same():

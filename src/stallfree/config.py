@@ -107,7 +107,7 @@ class ZenFlowConfig:
     pin_host_threads: bool = False
     """Pin each host thread to a core. Left to the scheduler, they get out of the launching thread's way (docs/pipeline.md)."""
     block_numel: int = 3 << 26
-    """Elements after which a new block begins. As many bf16 gradients as the device has staging memory for, or less."""
+    """16-bit elements after which a new block begins, or half as many of 32 bits: the device has staging memory for so many."""
     max_update_interval: int = None  # type: ignore[assignment]
     """The largest S that `set_update_interval`, a schedule or "auto" may ask for: host memory for slots is reserved for it.
     Default: the first S; with "auto" 8, which the optimizer lowers to 4 or 2, in its own `config`, where memory asks for it."""

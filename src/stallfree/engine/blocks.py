@@ -230,10 +230,11 @@ def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block
 
 def _shared(weights: Sequence[Weight], config: ZenFlowConfig, parts: int) -> list[Block]:
     """Blocks of at most so many parts of all elements, or one layer."""
-    share = min(config.block_numel, _numel(weights) // parts)
     blocks: list[list[Weight]] = []
     for (_, dtype), layer in groupby(weights, lambda weight: (layer_of(weight.name), weight.dtype)):
-        for members in _up_to(config.block_numel, layer):
+        most = config.block_numel * 2 // dtype.itemsize
+        share = min(most, _numel(weights) // parts)
+        for members in _up_to(most, layer):
             if blocks and blocks[-1][0].dtype is dtype and _numel(blocks[-1]) + _numel(members) <= share:
                 blocks[-1] += members
             else:
