@@ -55,22 +55,25 @@ def test_staging_memory_of_a_large_vocabulary(shape):
     assert ring_bytes(build_blocks(weights, config)) == (384 << 20, 256 << 20)
 
 
-def test_a_large_block_is_published_all_through_backward(monkeypatch):
-    """As the staging memory becomes free, when those that come later in backward are published."""
+def test_a_large_block_is_published_piece_by_piece_when_its_turn_has_come(monkeypatch):
+    """Each as its predecessors leave the staging memory, beside computation."""
     use(monkeypatch, staging_bytes=1024)
     params, optimizer = large(topk_ratio=0.0, stagger=False)
     blocks, room = optimizer.engine.blocks, optimizer.engine.link._up_ring.size
-    shown: list[int] = []
-    for t in range(7):
-        for param in reversed(params):
-            (param * float(t)).sum().backward()
-            if t == 6:
-                shown.append(16 * 64 * 4 - sum(piece.values.nbytes for w in blocks[-1].queue for piece in w.pieces))
+
+    def left() -> list[int]:
+        return [sum(piece.values.nbytes for window in block.queue for piece in window.pieces) for block in blocks]
+
+    for t in range(6):
+        accumulate(params, t)
         optimizer.step()
         optimizer.zero_grad()
+    assert left() == [param.nbytes for param in params]
+    assert left()[-1] > room
+    for place, param in reversed(list(enumerate(params))):
+        (param * 2.0).sum().backward()
+        assert left() == [other.nbytes for other in params[:place]] + [0] * (5 - place)
     optimizer.close()
-    assert shown == sorted(shown)
-    assert 0 < shown[0] <= room < shown[-1]
 
 
 def played(params: list[torch.nn.Parameter], optimizer: ZenFlowAdamW) -> list[list[torch.Tensor]]:

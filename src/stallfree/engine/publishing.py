@@ -43,10 +43,10 @@ class Publishing:
         return list({other: None for other, window in self._coming if other in self._passed and window.arrives})
 
     def show_arrived(self, block: BlockState) -> None:
-        """Publish what is on its way up already, beside computation."""
+        """Publish what is on its way up already, and what has room behind it, beside computation."""
         for other, window in self._coming:
             if other is block:
-                while window.arrives:
+                while window.arrives or (window.pieces and self._begin_up(window, window.pieces[0])):
                     self._show_next(block, window, self.link.up_beside)
         self._coming = [pair for pair in self._coming if not pair[1].shown]
         self._begin_ups()
