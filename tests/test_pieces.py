@@ -298,6 +298,12 @@ class Broken(torch.autograd.Function):
 WHOLE = dict(topk_ratio=0.0, stagger=False)  # all blocks close in the same call
 
 
+def shown(optimizer: ZenFlowAdamW) -> bool:
+    """Whether everything is that has been published beside computation."""
+    link = optimizer.engine.link
+    return not isinstance(link, DeviceLink) or link._shown.now().passed
+
+
 def test_backward_goes_on_while_the_host_is_late(monkeypatch):
     """What is published in it is waited for at its end."""
     made: list[StandIn] = []
@@ -350,14 +356,8 @@ def test_after_backward_the_weights_are_the_same_however_late_they_come(monkeypa
         assert_identical(seen(), expected)
 
 
-def is_shown(optimizer: ZenFlowAdamW) -> bool:
-    """Whether the device has all weights that have been published."""
-    link = optimizer.engine.link
-    return not isinstance(link, DeviceLink) or link._shown.now().passed
-
-
 def test_a_backward_pass_that_fails_leaves_nothing_behind(monkeypatch):
-    """What it has published is waited for, too, before anybody may try again."""
+    """Torch calls no callback at its end, but anybody may read the weights then, too."""
 
     def weights() -> list[torch.Tensor]:
         params, optimizer = large(**WHOLE)
@@ -365,10 +365,10 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind(monkeypatch):
             if t % 3 == 2:
                 with pytest.raises(ArithmeticError):
                     chained(params, t, broken=True)
-                assert is_shown(optimizer)
+                assert shown(optimizer)
                 optimizer.zero_grad()
             chained(params, t)
-            assert is_shown(optimizer)
+            assert shown(optimizer)
             optimizer.step()
             optimizer.zero_grad()
         optimizer.flush()
@@ -378,6 +378,79 @@ def test_a_backward_pass_that_fails_leaves_nothing_behind(monkeypatch):
     expected = weights()
     use(monkeypatch, lambda: time.sleep(2e-4), staging_bytes=1 << 20)
     assert_identical([weights()], [expected])
+
+
+@pytest.mark.parametrize("when", ["in a callback", "after backward"])
+def test_hooks_that_somebody_calls(monkeypatch, when):
+    """As fully_shard does in a callback of its own, which may come after that of another model, and so after ours."""
+    use(monkeypatch, lambda: time.sleep(2e-4), staging_bytes=1 << 20)
+    params, optimizer = large(**WHOLE)
+    first, after = params[0], []
+
+    def call_hooks() -> None:
+        first.grad = torch.ones_like(first)
+        for hook in list((first._post_accumulate_grad_hooks or {}).values()):
+            hook(first)
+
+    def call_later(_: torch.Tensor) -> None:
+        if when == "in a callback":
+            torch.autograd.Variable._execution_engine.queue_callback(call_hooks)
+
+    params[1].register_post_accumulate_grad_hook(call_later)
+    for t in range(12):
+        chained(params[1:], t)
+        if when == "after backward":
+            call_hooks()
+        after.append(shown(optimizer))
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.close()
+    assert all(after)
+
+
+def test_every_stream_that_computes_waits_for_what_was_published():
+    streams = StandIn()
+    ours, theirs = Stream(streams.to_host.pause), Stream(streams.to_host.pause)
+    link, current = DeviceLink(torch.device("cpu"), streams), ours
+    streams.current, streams.current_handle = lambda: current, lambda: id(current)
+    link.follow()
+    point = link._shown.next()
+    current = theirs  # of somebody who reads the state during backward
+    link.join_ups()
+    current = ours
+    link.join_ups()
+    read = streams.record(ours)
+    time.sleep(0.05)
+    assert not read.query()
+    streams.enqueue(streams.raise_to(streams.showing, point))
+    read.synchronize()
+    for stream in (ours, theirs):
+        stream.todo.put(None)
+    link.close()
+
+
+def test_memory_of_a_ring_that_has_grown_is_held_until_it_has_been_read(monkeypatch):
+    held: set[int] = set()
+
+    class Holding(StandIn):
+        def hold(self, tensor: torch.Tensor, stream: Stream | None) -> None:
+            if stream is self.showing:
+                held.add(tensor.untyped_storage().data_ptr())
+
+    use_streams(monkeypatch, Holding, 1 << 20)
+    params, optimizer = large(**WHOLE)
+    ring = optimizer.engine.link._up_ring
+    for t in range(4):
+        chained(params, t)
+        optimizer.step()
+        optimizer.zero_grad()
+    held.clear()
+    old = ring._memory
+    optimizer.add_param_group(dict(params=[("added.weight", torch.nn.Parameter(torch.ones(64, 64)))]))
+    assert ring._memory is not old
+    chained(params, 4)
+    assert old.data_ptr() in held
+    optimizer.close()
 
 
 @pytest.mark.parametrize("staging_bytes", [600, 1 << 20])

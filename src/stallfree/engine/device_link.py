@@ -183,20 +183,23 @@ class DeviceLink(Link):
     @contextmanager
     def up_beside(self, source: Tensor, work: Point | None, arrival: Arrival | None) -> Iterator[Tensor]:
         assert arrival is not None, "only what is on its way up is used beside computation"
-        streams, stream = self.streams, self.streams.showing
+        streams, stream, rows = self.streams, self.streams.showing, arrival.share.rows(source.dtype)
         for point in (self._computed.now(), arrival.point):
             self._wait(stream, point)
+        streams.hold(rows, stream)  # when parameters join, the ring may have taken other memory since
         try:
             with streams.on(stream):
-                yield arrival.share.rows(source.dtype)
+                yield rows
         finally:
             arrival.share.used = self._raise(stream, self._shown)
 
     def join_ups(self) -> None:
-        if self._joined != self._shown.now():
-            self._joined = self._shown.now()
+        if not self._shown.now().passed:
             with self.device_guard():
-                self._stall(self._computing(), self._joined, self.stalls)
+                stream = self._computing()  # behind any that has waited
+                if self._joined != self._shown.now():
+                    self._joined = self._shown.now()
+                    self._stall(stream, self._joined, self.stalls)
 
     def begin_return(self, target: Tensor, source: Tensor, work: Point | None) -> Point:
         return self._copy_up(target, source, work)
@@ -250,7 +253,6 @@ class DeviceLink(Link):
         self.streams.synchronize()
         while self._registered:
             self.streams.unregister(self._registered.pop())
-        self._joined = self._shown.now()
         for ring in (self._down_ring, self._up_ring):
             ring.grow(0)
 

@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 NOWHERE: AbstractContextManager[None] = nullcontext()
 ATTRIBUTES, STAGED = attrgetter("__dict__"), attrgetter("staged")
 PLAIN_ONLY = {Tensor}
+NO_BACKWARD = -1  # what torch calls it
 
 
-class Once:
-    """A callback for the end of a backward pass, called also if that fails: autograd only lets go of it then."""
+class AtEnd:
+    """A callback at the end of a backward pass: of one that fails, torch only lets go of it."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._call: Callable[[], None] | None = call
@@ -64,7 +65,7 @@ class Staging:
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self._loose: list[OwnGradients] = []  # of sharded residents whose gradients lie among those of blocks staged already
-        self._joined_after = -1  # the backward pass at whose end what was published in it will be waited for
+        self._joins_after = NO_BACKWARD  # the backward pass at whose end what was published in it will be waited for
         self.handles = Handles(engine)
 
     # From backward
@@ -152,12 +153,15 @@ class Staging:
     def _join_after_backward(self) -> None:
         """Let computation wait for what is published beside it, once backward is over: then anybody may read the weights."""
         backward = torch._C._current_graph_task_id()
-        if backward != self._joined_after:
-            self._joined_after = backward
-            torch.autograd.Variable._execution_engine.queue_callback(Once(self._join))
+        if backward == NO_BACKWARD:  # somebody calls hooks by hand
+            self._join()
+        elif backward != self._joins_after:
+            self._joins_after = backward
+            torch.autograd.Variable._execution_engine.queue_callback(AtEnd(self._join))
 
     def _join(self) -> None:
         with self.engine.lock:
+            self._joins_after = NO_BACKWARD  # a later callback may publish more
             self.engine.link.join_ups()
 
     def _ready_gradient(self, state: WeightState) -> Tensor | None:
