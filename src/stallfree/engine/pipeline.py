@@ -115,7 +115,8 @@ class Engine:
     def uninterrupted(self) -> Iterator[None]:
         """Whatever reads or changes state or weights does so inside, `step()` too."""
         with uninterrupted(self.lock):
-            self.link.join_ups()
+            if self.belongs_here:
+                self.link.join_ups()
             yield
 
     # One call
