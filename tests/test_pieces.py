@@ -4,29 +4,17 @@ import copy
 import random
 import threading
 import time
-from contextlib import nullcontext
 
 import pytest
 import torch
 from histories import accumulate, assert_identical
+from large import LARGE, large
 from streams import StandIn, Stream, use, use_streams
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 from stallfree.engine.blocks import build_blocks, classify
-from stallfree.engine.device_link import DeviceLink
-from stallfree.engine.publishing import Publishing
 from stallfree.engine.ring import ring_bytes
 from stallfree.engine.sending import Sending
-
-LARGE = dict(topk_ratio=0.25, update_interval=2, full_warm_up_rounds=1, select_interval=2, min_numel=0, block_numel=1)
-
-
-def large(dtype: torch.dtype = torch.float32, **settings) -> tuple[list[torch.nn.Parameter], ZenFlowAdamW]:
-    """A block that comes first in the backward pass and takes many pieces, and some that take few."""
-    params = [torch.nn.Parameter(torch.ones(8, 8, dtype=dtype)) for _ in range(4)]
-    params.append(torch.nn.Parameter(torch.ones(64, 16, dtype=dtype)))
-    named = [(f"layers.0.{place}.weight", param) for place, param in enumerate(params)]
-    return params, ZenFlowAdamW(named, lr=1e-2, config=ZenFlowConfig(**LARGE | settings))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -128,6 +116,23 @@ def test_later_pieces_of_a_large_block_go_between_those_of_others(monkeypatch):
     assert count > 6
     first = [(4, 0), (4, 128), (3, 0), (4, 256), (2, 0), (4, 384), (1, 0), (4, 512), (0, 0)]
     assert sent == first + [(4, 128 * place) for place in range(5, count)]
+    optimizer.close()
+
+
+def test_pieces_of_a_block_that_staging_memory_holds_whole_go_one_after_the_other(monkeypatch):
+    use(monkeypatch, staging_bytes=64 * 16 * 4)
+    params, optimizer = large(topk_ratio=0.0)
+    block, sent, send = optimizer.engine.blocks[-1], [], Sending._send
+
+    def noted(self, block, places, grads, low, target):
+        sent.append((low, self.link._now_beside))
+        send(self, block, places, grads, low, target)
+
+    monkeypatch.setattr(Sending, "_send", noted)
+    accumulate(params[-1:], 0)
+    assert block.turn == 1
+    assert sent == [(0, False), (64 * 16 // 2, False)]
+    assert not optimizer.engine.sending.later
     optimizer.close()
 
 
@@ -273,201 +278,6 @@ def test_memory_of_a_piece_that_goes_down_is_not_written(monkeypatch):
     for staging_bytes in (600, 1024, 1500):
         use_streams(monkeypatch, Late, staging_bytes)
         assert_identical([gradients()], [expected])
-
-
-def chained(params: list[torch.nn.Parameter], t: int, broken: bool = False) -> None:
-    """A backward pass that comes to the last parameter first, and may not come to the first one."""
-    value = torch.full((), 1.0 + t)
-    for place, param in enumerate(params):
-        value = value + (param * (1 + place + t)).sum()
-        if broken and place == 0:
-            value = Broken.apply(value)
-    value.backward()
-
-
-class Broken(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, value):
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise ArithmeticError("no gradient")
-
-
-WHOLE = dict(topk_ratio=0.0, stagger=False)  # all blocks close in the same call
-
-
-def shown(optimizer: ZenFlowAdamW) -> bool:
-    """Whether everything is that has been published beside computation."""
-    link = optimizer.engine.link
-    return not isinstance(link, DeviceLink) or link._shown.now().passed
-
-
-def test_backward_goes_on_while_the_host_is_late(monkeypatch):
-    """What is published in it is waited for at its end."""
-    made: list[StandIn] = []
-    use_streams(monkeypatch, lambda: made.append(StandIn()) or made[-1], 1 << 20)
-    params, optimizer = large(**WHOLE)
-    link, expect, late, over = optimizer.engine.link, Publishing.expect, threading.Event(), []
-
-    def expected(self: Publishing, blocks, call: int) -> None:
-        if call == 7:
-            made[0].to_device.todo.put(lambda: late.wait(10))
-        expect(self, blocks, call)
-
-    def last(_: torch.Tensor) -> None:
-        over.append(link._shown.now().passed)
-        if len(over) == 7:
-            late.set()
-
-    monkeypatch.setattr(Publishing, "expect", expected)
-    params[0].register_post_accumulate_grad_hook(last)
-    for t in range(7):
-        before = [param.detach().clone() for param in params]
-        chained(params, t)
-        assert link._shown.now().passed
-        assert all(map(torch.equal, before, params)) == (t not in (2, 4, 6)), "windows are due in every second call"
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.close()
-    assert late.is_set()
-    assert not over[6]
-
-
-@pytest.mark.parametrize("staging_bytes", [1024, 1 << 20])
-def test_after_backward_the_weights_are_the_same_however_late_they_come(monkeypatch, staging_bytes):
-    def seen() -> list[list[torch.Tensor]]:
-        params, optimizer = large(topk_ratio=0.0)
-        weights = []
-        for t in range(10):
-            chained(params, t)
-            weights.append([param.detach().clone() for param in params])
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.close()
-        return weights
-
-    use(monkeypatch, staging_bytes=staging_bytes)
-    expected = seen()
-    for number in range(4):
-        rnd = random.Random(number)
-        use(monkeypatch, lambda rnd=rnd: time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 2e-3])), staging_bytes)
-        assert_identical(seen(), expected)
-
-
-def test_a_backward_pass_that_fails_leaves_nothing_behind(monkeypatch):
-    """Torch calls no callback at its end, but anybody may read the weights then, too."""
-
-    def weights() -> list[torch.Tensor]:
-        params, optimizer = large(**WHOLE)
-        for t in range(12):
-            if t % 3 == 2:
-                with pytest.raises(ArithmeticError):
-                    chained(params, t, broken=True)
-                assert shown(optimizer)
-                optimizer.zero_grad()
-            chained(params, t)
-            assert shown(optimizer)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.flush()
-        optimizer.close()
-        return [param.detach().clone() for param in params]
-
-    expected = weights()
-    use(monkeypatch, lambda: time.sleep(2e-4), staging_bytes=1 << 20)
-    assert_identical([weights()], [expected])
-
-
-@pytest.mark.parametrize("when", ["in a callback", "after backward"])
-def test_hooks_that_somebody_calls(monkeypatch, when):
-    """As fully_shard does in a callback of its own, which may come after that of another model, and so after ours."""
-    use(monkeypatch, lambda: time.sleep(2e-4), staging_bytes=1 << 20)
-    params, optimizer = large(**WHOLE)
-    first, after = params[0], []
-
-    def call_hooks() -> None:
-        first.grad = torch.ones_like(first)
-        for hook in list((first._post_accumulate_grad_hooks or {}).values()):
-            hook(first)
-
-    def call_later(_: torch.Tensor) -> None:
-        if when == "in a callback":
-            torch.autograd.Variable._execution_engine.queue_callback(call_hooks)
-
-    params[1].register_post_accumulate_grad_hook(call_later)
-    for t in range(12):
-        chained(params[1:], t)
-        if when == "after backward":
-            call_hooks()
-        after.append(shown(optimizer))
-        optimizer.step()
-        optimizer.zero_grad()
-    optimizer.close()
-    assert all(after)
-
-
-def test_every_stream_that_computes_waits_for_what_was_published():
-    streams = StandIn()
-    ours, theirs = Stream(streams.to_host.pause), Stream(streams.to_host.pause)
-    link, current = DeviceLink(torch.device("cpu"), streams), ours
-    streams.current, streams.current_handle = lambda: current, lambda: id(current)
-    link.follow()
-    point = link._shown.next()
-    current = theirs  # of somebody who reads the state during backward
-    link.join_ups()
-    current = ours
-    link.join_ups()
-    read = streams.record(ours)
-    time.sleep(0.05)
-    assert not read.query()
-    streams.enqueue(streams.raise_to(streams.showing, point))
-    read.synchronize()
-    for stream in (ours, theirs):
-        stream.todo.put(None)
-    link.close()
-
-
-def test_memory_of_a_ring_that_has_grown_is_held_until_it_has_been_read(monkeypatch):
-    held: set[int] = set()
-
-    class Holding(StandIn):
-        def hold(self, tensor: torch.Tensor, stream: Stream | None) -> None:
-            if stream is self.showing:
-                held.add(tensor.untyped_storage().data_ptr())
-
-    use_streams(monkeypatch, Holding, 1 << 20)
-    params, optimizer = large(**WHOLE)
-    ring = optimizer.engine.link._up_ring
-    for t in range(4):
-        chained(params, t)
-        optimizer.step()
-        optimizer.zero_grad()
-    held.clear()
-    old = ring._memory
-    optimizer.add_param_group(dict(params=[("added.weight", torch.nn.Parameter(torch.ones(64, 64)))]))
-    assert ring._memory is not old
-    chained(params, 4)
-    assert old.data_ptr() in held
-    optimizer.close()
-
-
-@pytest.mark.parametrize("staging_bytes", [600, 1 << 20])
-def test_a_backward_pass_inside_exact_weights_publishes_nothing(monkeypatch, staging_bytes):
-    def weights() -> list[torch.Tensor]:
-        params, optimizer = large(topk_ratio=0.0, full_warm_up_rounds=0, stagger=False)
-        for t in range(8):
-            with optimizer.exact_weights() if t == 6 else nullcontext():
-                accumulate(params, t)
-            optimizer.step()
-            optimizer.zero_grad()
-        optimizer.close()
-        return [param.detach().clone() for param in params]
-
-    expected = weights()
-    use(monkeypatch, staging_bytes=staging_bytes)
-    assert_identical([weights()], [expected])
 
 
 def test_a_gradient_in_pieces_is_read_in_inference_mode(monkeypatch):

@@ -44,10 +44,11 @@ class Publishing:
 
     def show_arrived(self, block: BlockState) -> None:
         """Publish what is on its way up already, and what has room behind it, beside computation."""
-        for other, window in self._coming:
-            if other is block:
-                while window.arrives or (window.pieces and self._begin_up(window, window.pieces[0])):
-                    self._show_next(block, window, self.link.up_beside)
+        for window in [window for other, window in self._coming if other is block]:
+            while window.arrives or (window.pieces and self._begin_up(window, window.pieces[0])):
+                self._show_next(block, window, self.link.up_beside)
+            if not window.shown:  # a later one, whose pieces may be smaller, must not be shown before the rest of it
+                break
         self._coming = [pair for pair in self._coming if not pair[1].shown]
         self._begin_ups()
 
