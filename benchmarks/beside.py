@@ -24,7 +24,6 @@ from benchmarks.replay import make_job
 from stallfree.cli.bench.environment import environment
 from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.bench.shapes import build_model, model_config, random_batch
-from stallfree.engine.host import available_cores
 from stallfree.kernels.native import NativeReplay
 from stallfree.kernels.replay import ReplayJob
 
@@ -43,7 +42,7 @@ def host(orders: Connection, elements: int, slots: int) -> None:
     while (order := orders.recv()) is not None:
         kind, threads = order
         job = in_memory if kind == "memory" else job_of(threads * CACHED, slots)
-        kernel = NativeReplay(threads, available_cores()[-threads:])
+        kernel = NativeReplay(threads)
         kernel.replay(job)
         orders.send("begun")
         begin, count = time.perf_counter(), 0

@@ -104,7 +104,7 @@ def adamw_steps(elements: int, slots: int) -> Callable[[], None]:
 
 def measure(args: argparse.Namespace, threads: int, moments: str, slots: int) -> dict[str, object]:
     torch.set_num_threads(threads)
-    kernel = NativeReplay(threads, cores=args.cores[:threads] if args.cores else None, isa=args.isa)
+    kernel = NativeReplay(threads, cores=args.cores[:threads] if args.cores else None, pin=True, isa=args.isa)
     job = make_job(args.elements, args.length, slots, DTYPES[moments], DTYPES[args.gradients], args.deferred)
     elements = job.slots[0].grad.numel()
     moved = elements * bytes_per_parameter(slots, DTYPES[moments], DTYPES[args.gradients])

@@ -63,6 +63,14 @@ def test_a_launcher_that_is_gone(cores, monkeypatch):
 
 
 def test_beside_a_gpu_two_cores_are_left_for_training(cores):
-    cores(range(16), ranks=2, rank=1)
+    cores(range(8))
     assert host.host_cores(ZenFlowConfig(), on_gpu=True) == (6, None)
+    assert host.host_cores(ZenFlowConfig(pin_host_threads=True), on_gpu=True) == (6, list(range(2, 8)))
+    assert host.host_cores(ZenFlowConfig(), on_gpu=False) == (4, None)
+
+
+def test_ranks_beside_others_stay_on_their_share(cores):
+    cores(range(16), ranks=2, rank=1)
+    assert host.host_cores(ZenFlowConfig(), on_gpu=True) == (6, list(range(8, 16)))
     assert host.host_cores(ZenFlowConfig(pin_host_threads=True), on_gpu=True) == (6, list(range(10, 16)))
+    assert host.host_cores(ZenFlowConfig(), on_gpu=False) == (4, None)

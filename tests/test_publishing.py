@@ -159,9 +159,9 @@ def test_every_stream_that_computes_waits_for_what_was_published():
     link.follow()
     point = link._shown.next()
     current = theirs  # of somebody who reads the state during backward
-    link.join_ups()
+    link.join_showing()
     current = ours
-    link.join_ups()
+    link.join_showing()
     read = streams.record(ours)
     time.sleep(0.05)
     assert not read.query()
@@ -228,7 +228,7 @@ def test_windows_of_a_block_are_shown_one_after_the_other():
         return Window([], 1, 0.0, SimpleNamespace(layout=None, targets=None), pieces)
 
     windows = [window(1.0), window(2.0)]
-    link = SimpleNamespace(begin_up=begin_up, up_beside=lambda values, work, arrival: nullcontext(values))
+    link = SimpleNamespace(begin_up=begin_up, up_showing=lambda values, work, arrival: nullcontext(values))
     block = SimpleNamespace(weights=[None], block=SimpleNamespace(shards=[None]), due=lambda call: windows)
     block.give_back = lambda slots, read: None
     publishing = Publishing(link, SimpleNamespace(publish=publish))

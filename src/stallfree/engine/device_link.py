@@ -81,7 +81,7 @@ class DeviceLink(Link):
             self._registered.append(memory)
         return memory
 
-    def send(self, source: Tensor) -> Tensor:
+    def to_device(self, source: Tensor) -> Tensor:
         self._count(up=source.nbytes)
         return source.to(self.device)
 
@@ -181,7 +181,7 @@ class DeviceLink(Link):
             arrival.share.used = self._raise(stream, self._computed)
 
     @contextmanager
-    def up_beside(self, source: Tensor, work: Point | None, arrival: Arrival | None) -> Iterator[Tensor]:
+    def up_showing(self, source: Tensor, work: Point | None, arrival: Arrival | None) -> Iterator[Tensor]:
         assert arrival is not None, "only what is on its way up is used beside computation"
         streams, stream, rows = self.streams, self.streams.showing, arrival.share.rows(source.dtype)
         for point in (self._computed.now(), arrival.point):
@@ -193,7 +193,7 @@ class DeviceLink(Link):
         finally:
             arrival.share.used = self._raise(stream, self._shown)
 
-    def join_ups(self) -> None:
+    def join_showing(self) -> None:
         if not self._shown.now().passed:
             with self.device_guard():
                 stream = self._computing()  # behind any that has waited

@@ -120,5 +120,5 @@ class Handles:
             for low, piece in block.half.pieces(layout, block.take_slot()):
                 held = layout.rows_between(place, low, low + piece.numel())
                 channels = division.deferred[place][held.start : held.stop]
-                rows.index_copy_(0, channels, link.send(layout.deferred_rows(piece, place, low)))
+                rows.index_copy_(0, channels, link.to_device(layout.deferred_rows(piece, place, low)))
         return full if staged.factor is None else full.mul_(staged.factor)

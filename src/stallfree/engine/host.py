@@ -97,7 +97,7 @@ class HostWorker:
     def __init__(self, config: ZenFlowConfig, timeline: Timeline, on_gpu: bool) -> None:
         threads, cores = host_cores(config, on_gpu)
         self.timeline = timeline
-        self.kernel = host_kernel(config.host_kernel, threads, cores)
+        self.kernel = host_kernel(config.host_kernel, threads, cores, config.pin_host_threads)
         self.queue = host_queue(self.kernel, timeline.memory, config.overlap_step)
         self.pace = Pace(threads)
 
@@ -163,12 +163,17 @@ def available_cores() -> list[int]:
 
     A launcher that binds ranks has more cores itself, and what a rank is bound to is its own, or that of a few ranks.
     """
-    ranks, rank = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), int(os.environ.get("LOCAL_RANK", 0))
+    ranks, rank = _local_ranks(), int(os.environ.get("LOCAL_RANK", 0))
     cores = _affinity(0)
     together = len(cores) if ranks == 1 else max(len(cores), len(_affinity(os.getppid())))
     share = max(1, min(len(cores), min(together, quota_cores()) // ranks))
     first = rank % (len(cores) // share) * share
     return cores[first : first + share]
+
+
+def _local_ranks() -> int:
+    """Processes on this machine that train together."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
 
 def _affinity(process: int) -> list[int]:
@@ -180,12 +185,13 @@ def _affinity(process: int) -> list[int]:
 
 
 def host_cores(config: ZenFlowConfig, on_gpu: bool) -> tuple[int, list[int] | None]:
-    """Threads of the host kernel, and the cores to pin them to (None: not pinned).
+    """Threads of the host kernel, and the cores to bind them to (None: to none).
 
     With a GPU the training thread and the data loader keep two cores. Without one, training itself computes on the cores,
     and the host kernel takes half of them. With host_kernel="torch" one thread calls torch, which has threads of its own.
 
-    Not pinned: a core whose thread sleeps looks idle, training moves there, and has to share it when a pinned thread wakes up.
+    Ranks beside others stay on their share, where the memory is that they have touched. No thread is bound to one core unless
+    somebody says so: one that sleeps leaves it idle, training moves there, and has to share it when the thread wakes up.
     """
     if config.host_kernel == "torch":
         return 1, None
@@ -196,4 +202,6 @@ def host_cores(config: ZenFlowConfig, on_gpu: bool) -> tuple[int, list[int] | No
         raise ValueError(
             f"{threads} host threads cannot be pinned to the {len(cores)} cores this process may use; use fewer threads"
         )
-    return threads, cores[-threads:] if config.pin_host_threads else None
+    if config.pin_host_threads:
+        return threads, cores[-threads:]
+    return threads, cores if on_gpu and _local_ranks() > 1 else None

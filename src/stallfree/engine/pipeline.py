@@ -116,7 +116,7 @@ class Engine:
         """Whatever reads or changes state or weights does so inside, `step()` too."""
         with uninterrupted(self.lock):
             if self.belongs_here:
-                self.link.join_ups()
+                self.link.join_showing()
             yield
 
     # One call

@@ -46,7 +46,7 @@ class Publishing:
         """Publish what is on its way up already, and what has room behind it, beside computation."""
         for window in [window for other, window in self._coming if other is block]:
             while window.arrives or (window.pieces and self._begin_up(window, window.pieces[0])):
-                self._show_next(block, window, self.link.up_beside)
+                self._show_next(block, window, self.link.up_showing)
             if not window.shown:  # a later one, whose pieces may be smaller, must not be shown before the rest of it
                 break
         self._coming = [pair for pair in self._coming if not pair[1].shown]

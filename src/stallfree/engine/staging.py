@@ -145,10 +145,12 @@ class Staging:
             for arrived in engine.publishing.arrived(block) if shows else ():
                 # Weights that were written from outside keep what is in them, until step() notices.
                 if arrived.finished and engine.ledger.untouched(arrived.params):
-                    engine.publishing.show_arrived(arrived)
+                    try:
+                        engine.publishing.show_arrived(arrived)
+                    finally:
+                        self._join_after_backward()
                     increment_version(arrived.block.shards)  # a graph that still needs what was there is refused by torch
                     engine.ledger.mark(arrived.params)
-                    self._join_after_backward()
 
     def _join_after_backward(self) -> None:
         """Let computation wait for what is published beside it, once backward is over: then anybody may read the weights."""
@@ -162,7 +164,7 @@ class Staging:
     def _join(self) -> None:
         with self.engine.lock:
             self._joins_after = NO_BACKWARD  # a later callback may publish more
-            self.engine.link.join_ups()
+            self.engine.link.join_showing()
 
     def _ready_gradient(self, state: WeightState) -> Tensor | None:
         block, place, grad = state.block, state.place, None

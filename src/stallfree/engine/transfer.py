@@ -93,7 +93,7 @@ class Link:
         """The same as a tensor; contents undefined."""
         return self.host_memory(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
-    def send(self, source: Tensor) -> Tensor:
+    def to_device(self, source: Tensor) -> Tensor:
         """A device copy of a host tensor that need not live on; waits for it."""
         self._count(up=source.nbytes)
         return source
@@ -155,11 +155,11 @@ class Link:
         self._count(up=source.nbytes)
         yield source
 
-    def up_beside(self, source: Tensor, work: Point | None, arrival: Arrival | None) -> AbstractContextManager[Tensor]:
+    def up_showing(self, source: Tensor, work: Point | None, arrival: Arrival | None) -> AbstractContextManager[Tensor]:
         """The same, used by kernels that run beside computation, which goes on until it joins them."""
         return self.up(source, work, arrival)
 
-    def join_ups(self) -> None:
+    def join_showing(self) -> None:
         """Let computation wait for all that uses what came up, beside it: before anybody may read the weights."""
 
     def begin_return(self, target: Tensor, source: Tensor, work: Point | None) -> Point | None:

@@ -51,7 +51,7 @@ def _host_rows(block: BlockState) -> Tensor:
 def _publish(engine: Engine, block: BlockState, values: Tensor) -> None:
     division, shards = block.half.installed, block.block.shards
     for low, piece in block.half.pieces(division.layout, values):
-        engine.kernel.publish(division.layout, division.targets, shards, engine.link.send(piece), low)
+        engine.kernel.publish(division.layout, division.targets, shards, engine.link.to_device(piece), low)
 
 
 def _finish(engine: Engine, block: BlockState) -> None:

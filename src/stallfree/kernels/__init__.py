@@ -13,15 +13,15 @@ from stallfree.kernels.replay import HostKernel
 from stallfree.kernels.torch_block import TorchBlock
 
 
-def host_kernel(name: str, threads: int, cores: Sequence[int] | None) -> HostKernel:
-    """The kernel that `ZenFlowConfig.host_kernel` names, with its threads, pinned to cores unless those are None."""
+def host_kernel(name: str, threads: int, cores: Sequence[int] | None, pin: bool) -> HostKernel:
+    """The kernel that `ZenFlowConfig.host_kernel` names, with its threads, bound to cores unless those are None."""
     if name == "torch":
         from stallfree.kernels.replay import TorchReplay
 
         return TorchReplay()
     from stallfree.kernels.native import NativeReplay
 
-    return NativeReplay(threads, cores)
+    return NativeReplay(threads, cores, pin=pin)
 
 
 def host_queue(kernel: HostKernel, done: Tensor, overlap: bool) -> HostQueue:

@@ -14,7 +14,7 @@ import torch
 
 from stallfree.kernels.replay import ReplayJob, check_job
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 LIBRARY = Path(__file__).with_name("_replay.so")
 
 _ISAS = ("portable", "avx2", "avx512", "avx512-rsqrt")
@@ -63,8 +63,9 @@ class NativeReplay:
 
     Args:
         threads: how many threads run each job.
-        cores: one core number per thread: all threads are then the kernel's own, bound to these cores, and the caller of
-            `replay` sleeps. None: unbound, and the caller is one of the threads (so one thread needs no pool).
+        cores: that the threads are bound to, each to all of them: they are then the kernel's own, and the caller of `replay`
+            sleeps. None: unbound, and the caller is one of the threads (so one thread needs no pool).
+        pin: bind each thread to one of the cores, of which there are as many.
         isa: "avx512", "avx512-rsqrt", "avx2" or "portable"; None takes the environment's STALLFREE_ISA, or else the fastest.
 
     A job's result does not depend on `threads`, `cores` or the position of its rows in memory. "avx512" and "avx2" give the
@@ -78,11 +79,11 @@ class NativeReplay:
         RuntimeError: the library is missing or of another version, or the system refuses threads.
     """
 
-    def __init__(self, threads: int, cores: Sequence[int] | None = None, *, isa: str | None = None) -> None:
+    def __init__(self, threads: int, cores: Sequence[int] | None = None, *, pin: bool = False, isa: str | None = None) -> None:
         if threads < 1:
             raise ValueError(f"threads must be at least 1, not {threads}")
-        if cores is not None and len(cores) != threads:
-            raise ValueError(f"{threads} threads need as many cores, not {len(cores)}: {list(cores)}")
+        if cores is not None and (not cores or (pin and len(cores) != threads)):
+            raise ValueError(f"{threads} threads need {'as many' if pin else 'some'} cores, not {len(cores)}: {list(cores)}")
         library = load_library()
         isa = isa or os.environ.get("STALLFREE_ISA") or best_isa()
         if isa not in _ISAS:
@@ -90,8 +91,8 @@ class NativeReplay:
         self.name = f"native-{isa}"
         self.threads = threads
         pool = ctypes.c_void_p()
-        core_numbers = None if cores is None else (ctypes.c_int32 * threads)(*cores)
-        status = library.stallfree_pool_create(threads, core_numbers, _ISAS.index(isa), ctypes.byref(pool))
+        numbers = None if cores is None else (ctypes.c_int32 * len(cores))(*cores)
+        status = library.stallfree_pool_create(threads, numbers, len(cores or ()), pin, _ISAS.index(isa), ctypes.byref(pool))
         if status:
             error = ValueError if status in (_ISA_UNSUPPORTED, _CANNOT_PIN) else RuntimeError
             raise error(f"{self.name} with {threads} threads on cores {cores}: {message(status)}")
@@ -194,6 +195,8 @@ def load_library() -> ctypes.CDLL:
     library.stallfree_pool_create.argtypes = [
         ctypes.c_int32,
         ctypes.POINTER(ctypes.c_int32),
+        ctypes.c_int32,
+        ctypes.c_int32,
         ctypes.c_int32,
         ctypes.POINTER(ctypes.c_void_p),
     ]

@@ -82,7 +82,7 @@ class Job {
 class Pool {
  public:
   explicit Pool(int threads) {
-    expect(stallfree_pool_create(threads, nullptr, stallfree_best_isa(), &pool_) == STALLFREE_OK, "a pool is created");
+    expect(stallfree_pool_create(threads, nullptr, 0, 0, stallfree_best_isa(), &pool_) == STALLFREE_OK, "a pool is created");
   }
   ~Pool() { stallfree_pool_destroy(pool_); }
 
@@ -144,7 +144,7 @@ void pools_come_and_go() {
 void refusals() {
   Job job(1, 8, 16, 2), untouched(1, 8, 16, 2);
   stallfree_pool* pool = nullptr;
-  expect(stallfree_pool_create(3, nullptr, stallfree_best_isa(), &pool) == STALLFREE_OK, "a pool is created");
+  expect(stallfree_pool_create(3, nullptr, 0, 0, stallfree_best_isa(), &pool) == STALLFREE_OK, "a pool is created");
   stallfree_job view = job.view();
   const int64_t rows[] = {2, 1};
   view.rows = rows;
@@ -155,7 +155,7 @@ void refusals() {
   expect(stallfree_replay(pool, &view) == STALLFREE_OK, "the pool works on");
   stallfree_pool_destroy(pool);
   const int32_t cores[] = {1 << 20};
-  expect(stallfree_pool_create(1, cores, stallfree_best_isa(), &pool) == STALLFREE_CANNOT_PIN, "no such core");
+  expect(stallfree_pool_create(1, cores, 1, 1, stallfree_best_isa(), &pool) == STALLFREE_CANNOT_PIN, "no such core");
 }
 
 }  // namespace

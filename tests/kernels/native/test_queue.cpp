@@ -87,7 +87,7 @@ std::vector<char> message(const stallfree_block& block, State& state, int window
 
 void replay_in_turn(State& state) {
   stallfree_pool* pool;
-  expect(stallfree_pool_create(1, nullptr, stallfree_best_isa(), &pool) == STALLFREE_OK, "a pool is created");
+  expect(stallfree_pool_create(1, nullptr, 0, 0, stallfree_best_isa(), &pool) == STALLFREE_OK, "a pool is created");
   for (int window = 0; window < kWindows; ++window) {
     std::vector<stallfree_slot> slots;
     for (int call = 0; call < kCalls; ++call) {
@@ -121,7 +121,7 @@ void run_in_queue(State& state) {
   uint32_t done = 0, gate = 0;
   stallfree_pool* pool;
   stallfree_queue* queue;
-  expect(stallfree_pool_create(3, nullptr, stallfree_best_isa(), &pool) == STALLFREE_OK, "a pool is created");
+  expect(stallfree_pool_create(3, nullptr, 0, 0, stallfree_best_isa(), &pool) == STALLFREE_OK, "a pool is created");
   expect(stallfree_queue_create(pool, &done, &queue) == STALLFREE_OK, "a queue is created");
   std::thread device([&] {
     for (uint32_t window = 1; window <= kWindows; ++window) {

@@ -20,23 +20,27 @@ void spin_until(Done done) {
   }
 }
 
-bool bind_to_core(std::thread& thread, int core) {
-  if (core < 0 || core >= CPU_SETSIZE) return false;
+bool bind(std::thread& thread, const int32_t* cores, size_t count) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  CPU_SET(core, &set);
+  for (size_t i = 0; i < count; ++i) {
+    if (cores[i] < 0 || cores[i] >= CPU_SETSIZE) return false;
+    CPU_SET(cores[i], &set);
+  }
   return pthread_setaffinity_np(thread.native_handle(), sizeof set, &set) == 0;
 }
 
 }  // namespace
 
-Pool::Pool(int threads, const int32_t* cores) : caller_works_(cores == nullptr), owner_(getpid()) {
+Pool::Pool(int threads, const std::vector<int32_t>& cores, bool pin) : caller_works_(cores.empty()), owner_(getpid()) {
   const int helpers = caller_works_ ? threads - 1 : threads;
   helpers_.reserve(helpers);
   try {
     for (int i = 0; i < helpers; ++i) {
       helpers_.emplace_back(&Pool::work, this, i);
-      if (cores && !bind_to_core(helpers_.back(), cores[i])) throw CannotPin();
+      if (caller_works_) continue;
+      const bool bound = pin ? bind(helpers_.back(), &cores[i], 1) : bind(helpers_.back(), cores.data(), cores.size());
+      if (!bound) throw CannotPin();
     }
   } catch (...) {
     stop();

@@ -17,9 +17,10 @@ using Task = void (*)(void* context, int worker);
 
 class Pool {
  public:
-  // `cores` null: threads - 1 helpers, and the caller of run() takes part. Otherwise `threads` helpers, one bound to each core.
+  // No cores: threads - 1 helpers, and the caller of run() takes part. Otherwise `threads` helpers, each bound to one core (pin),
+  // of which there are as many, or to all of them.
   // Throws std::system_error when a thread cannot be started, CannotPin when it cannot be bound.
-  Pool(int threads, const int32_t* cores);
+  Pool(int threads, const std::vector<int32_t>& cores, bool pin);
   // Joins the helpers: only in the process that made them (usable()).
   ~Pool();
   Pool(const Pool&) = delete;

@@ -19,8 +19,8 @@
 #include "plan.h"
 
 struct stallfree_pool {
-  stallfree_pool(int32_t threads, const int32_t* cores, const stallfree::Table& table)
-      : threads(threads, cores), table(table), most(threads) {}
+  stallfree_pool(int32_t threads, const std::vector<int32_t>& cores, bool pin, const stallfree::Table& table)
+      : threads(threads, cores, pin), table(table), most(threads) {}
 
   stallfree::Pool threads;
   const stallfree::Table& table;
@@ -281,10 +281,12 @@ int32_t stallfree_best_isa(void) {
   return stallfree::supported(STALLFREE_AVX2) ? STALLFREE_AVX2 : STALLFREE_PORTABLE;
 }
 
-int32_t stallfree_pool_create(int32_t threads, const int32_t* cores, int32_t isa, stallfree_pool** pool) {
+int32_t stallfree_pool_create(int32_t threads, const int32_t* cores, int32_t core_count, int32_t pin, int32_t isa,
+                              stallfree_pool** pool) {
   if (!stallfree::supported(isa)) return STALLFREE_ISA_UNSUPPORTED;
   try {
-    *pool = new stallfree_pool(threads, cores, *stallfree::table_for(isa));
+    const std::vector<int32_t> chosen(cores, cores + (cores ? core_count : 0));
+    *pool = new stallfree_pool(threads, chosen, pin != 0, *stallfree::table_for(isa));
   } catch (const stallfree::Pool::CannotPin&) {
     return STALLFREE_CANNOT_PIN;
   } catch (const std::system_error&) {

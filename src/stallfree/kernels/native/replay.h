@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 // Changes whenever a struct or a function below does; native.py refuses a library with another number.
-#define STALLFREE_ABI_VERSION 7
+#define STALLFREE_ABI_VERSION 8
 
 #define STALLFREE_EXPORT __attribute__((visibility("default")))
 
@@ -71,9 +71,10 @@ STALLFREE_EXPORT int32_t stallfree_abi_version(void);
 // The fastest path on this processor. A function of its model only: results must not depend on timing.
 STALLFREE_EXPORT int32_t stallfree_best_isa(void);
 
-// `threads` run each job. With `cores` null the calling thread is one of them; otherwise `cores` holds one core number
-// per thread, all of them are the pool's own, bound to those cores, and the caller sleeps.
-STALLFREE_EXPORT int32_t stallfree_pool_create(int32_t threads, const int32_t* cores, int32_t isa, stallfree_pool** pool);
+// `threads` run each job. With `cores` null the calling thread is one of them. Otherwise all of them are the pool's own, and the
+// caller sleeps: each is bound to one of the cores, of which there are at least as many, or (pin 0) to all of them.
+STALLFREE_EXPORT int32_t stallfree_pool_create(int32_t threads, const int32_t* cores, int32_t core_count, int32_t pin,
+                                               int32_t isa, stallfree_pool** pool);
 
 // From the next job on, at most so many of the pool's threads work; at least one does.
 STALLFREE_EXPORT void stallfree_pool_limit(stallfree_pool* pool, int32_t threads);
