@@ -4,7 +4,7 @@
 
 No optimizer is involved. Steps of a model's forward and backward pass alone alternate with the same beside replay on some
 threads, in a process of its own, so that nothing but the machine is shared: of a job in memory, as in training, and of one that
-stays in the caches of its cores, with the same arithmetic. Threads are pinned, as with pin_host_threads=True.
+stays in the caches of its cores, with the same arithmetic. Threads are the scheduler's, as the optimizer's are.
 """
 
 from __future__ import annotations
