@@ -196,10 +196,10 @@ class DeviceLink(Link):
     def join_showing(self) -> None:
         if not self._shown.now().passed:
             with self.device_guard():
-                stream = self._computing()  # behind any that has waited
-                if self._joined != self._shown.now():
+                if self._joined != self._shown.now():  # the stream of a backward pass that failed need not be the current one
                     self._joined = self._shown.now()
-                    self._stall(stream, self._joined, self.stalls)
+                    self._stall(self._stream, self._joined, self.stalls)
+                self._computing()  # waits behind it
 
     def begin_return(self, target: Tensor, source: Tensor, work: Point | None) -> Point:
         return self._copy_up(target, source, work)
