@@ -53,6 +53,7 @@ def test_modes_are_names_with_settings():
     assert mode.config == ZenFlowConfig(update_interval=4, topk_ratio=0.2, stagger=False)
     zenflow = parse_mode("deepspeed-zenflow:update_interval=2")
     assert zenflow.options == PEERS["deepspeed-zenflow"].options | {"update_interval": 2}
+    assert parse_mode("idle-host:update_interval=8").config == ZenFlowConfig(update_interval=8)
     section = deepspeed_settings(zenflow, load_settings({}))["zero_optimization"]["zenflow"]
     assert (section["update_interval"], section["topk_ratio"]) == (2, 0.1)
     assert "zenflow" not in deepspeed_settings(parse_mode("deepspeed-zero-offload"), load_settings({}))["zero_optimization"]
@@ -215,6 +216,16 @@ def test_a_run_in_turns(bench, tmp_path):
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert sum(event.get("name") == "step" and event.get("cat") == "user_annotation" for event in trace["traceEvents"]) == 5
     assert any(event["ph"] == "M" and event.get("args", {}).get("name") == HOST for event in trace["traceEvents"])
+
+
+def test_an_idle_host_replays_nothing_and_the_same_bytes_go_both_ways(bench):
+    code, _, _, found = bench("--modes", "stallfree:update_interval=2", "idle-host:update_interval=2", warm_up=14)
+    assert code == 0
+    _, own, idle = found["rows"]
+    assert own["host_ms"] > 0
+    assert idle["host_ms"] == 0
+    for way in ("down", "up"):
+        assert idle[f"{way}_bytes_per_parameter"] == own[f"{way}_bytes_per_parameter"] > 0
 
 
 def test_apart_the_floor_is_measured_beside_each_mode(bench):

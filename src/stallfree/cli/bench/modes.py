@@ -12,12 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from stallfree import PRESETS, ZenFlowAdamW, ZenFlowConfig
+from stallfree.cli.bench.idle import take_host_away
 from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.errors import UsageError, did_you_mean
 from stallfree.cli.flags import parse_value
 from stallfree.engine.blocks import by_modules
 
-FLOOR, ADAMW = "floor", "adamw"
+FLOOR, ADAMW, IDLE_HOST = "floor", "adamw", "idle-host"
 LR = 1e-5
 ANY_RHO = 1e3  # a staleness budget that allows every S
 
@@ -52,7 +53,7 @@ class Mode:
     """One entry of `--modes`."""
 
     text: str
-    name: str  # of the preset or peer, "floor" or "adamw"
+    name: str  # of the preset or peer, "floor", "adamw" or "idle-host"
     config: ZenFlowConfig | None = None  # of a preset
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of a peer
 
@@ -76,7 +77,7 @@ def parse_mode(text: str) -> Mode:
         UsageError: for an unknown name, setting or an impossible value.
     """
     name, colon, rest = text.partition(":")
-    known = (FLOOR, ADAMW, *PRESETS, *PEERS)
+    known = (FLOOR, ADAMW, *PRESETS, IDLE_HOST, *PEERS)
     if name not in known:
         raise UsageError(f"mode {text!r}: there is no {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}")
     given: dict[str, Any] = {}
@@ -87,8 +88,8 @@ def parse_mode(text: str) -> Mode:
         if setting == "preset":
             raise UsageError(f"mode {text!r}: the preset is what stands before the colon, as in {value}:...")
         given[setting] = parse_value(value)
-    if name in PRESETS:
-        return Mode(text, name, config=_config(text, name, given))
+    if name in PRESETS or name == IDLE_HOST:
+        return Mode(text, name, config=_config(text, "stallfree" if name == IDLE_HOST else name, given))
     options = PEERS[name].options if name in PEERS else {}
     for setting in given:
         if setting not in options:
@@ -173,7 +174,10 @@ def build_training(mode: Mode, model: nn.Module, ids: Tensor, settings: BenchSet
     """Whatever memory the mode needs is taken here or in its first steps."""
     if mode.config is not None:
         config = by_modules(mode.config, model)
-        return WithStallfree(model, ids, ZenFlowAdamW(model.named_parameters(), lr=LR, config=config))
+        optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, config=config)
+        if mode.name == IDLE_HOST:
+            take_host_away(optimizer)
+        return WithStallfree(model, ids, optimizer)
     if mode.name == ADAMW:
         return WithOptimizer(model, ids, torch.optim.AdamW(model.parameters(), lr=LR, fused=True))
     if mode.peer is not None:
