@@ -7,7 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from stallfree.kernels.triton_launch import Launch, current_device, takes_any_integers
+from stallfree.kernels.driver import current_device
+from stallfree.kernels.triton_launch import Launch, takes_any_integers
 
 
 class Kernel:

@@ -116,7 +116,7 @@ class Streams:
 
     def device_guard(self) -> AbstractContextManager[Any]:
         """Inside, the driver's calls are about this device."""
-        return torch.cuda.device(self.device)
+        return driver.current_device(self.device)
 
     def current(self) -> Stream:
         return torch.cuda.current_stream(self.device)

@@ -8,6 +8,7 @@ while holding it would keep other threads from whatever the device waits for.
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, lru_cache
 from itertools import chain
 from struct import Struct
@@ -23,6 +24,14 @@ RUN = ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2", "cuMemcpyAsync", "cu
 MOST_PARAMETERS = 128  # of a kernel (native/driver_calls.cpp)
 
 Command = tuple[int, ...]
+NOTHING = nullcontext()
+
+
+def current_device(device: torch.device) -> AbstractContextManager[Any]:
+    """A context in which calls are about this device; costs next to nothing where they are already."""
+    if device.type == "cpu" or device.index == torch.cuda.current_device():
+        return NOTHING
+    return torch.cuda.device(device)
 
 
 def write_value(stream: int, address: int, value: int) -> Command:

@@ -22,11 +22,12 @@ import torch
 import triton
 from torch import Tensor
 
+from stallfree.kernels import driver
 from stallfree.kernels.block import BlockLayout, Part, Targets, check_publish, check_split
 from stallfree.kernels.judging import Evidence, Policy
 from stallfree.kernels.triton_functions import INTERPRETED, publish_kernel, split_kernel, sum_chunks_kernel
 from stallfree.kernels.triton_judging import TritonJudging
-from stallfree.kernels.triton_launch import Launch, current_device, launch_all
+from stallfree.kernels.triton_launch import Launch, launch_all
 from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Shares, Tile, Tiling, programs, table
 from stallfree.kernels.triton_update import TritonUpdate
 
@@ -139,7 +140,7 @@ class TritonBlock:
 
     def warm_up(self, layout: BlockLayout, dtype: torch.dtype) -> None:
         """Compile and load, by launches in which no weight is present."""
-        with current_device(self.device):
+        with driver.current_device(self.device):
             for group in self._plan(layout):
                 for call in group.empty_calls(dtype):
                     self._split(group, call, 0, 0, 0, 0, 0, 0)
@@ -160,7 +161,7 @@ class TritonBlock:
             return
         rows, sums, flats = targets.rows.data_ptr(), squares.data_ptr(), (selected.data_ptr(), _first(deferred, low))
         high = low + deferred.numel()
-        with current_device(self.device):
+        with driver.current_device(self.device):
             for group in self._plan(layout):
                 call = group.call(dtype, grads, *flats)
                 if call.present:
@@ -179,7 +180,7 @@ class TritonBlock:
         if dtype is None:
             return
         rows, source, high = targets.rows.data_ptr(), _first(values, low), low + values.numel()
-        with current_device(self.device):
+        with driver.current_device(self.device):
             for group in self._plan(layout):
                 call = group.call(dtype, weights, source)
                 if call.present:

@@ -21,9 +21,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from stallfree.kernels import driver
 from stallfree.kernels.judging import MARGIN, Evidence, Policy, Verdict, check_evidence, check_judge
 from stallfree.kernels.triton_functions import _pointer
-from stallfree.kernels.triton_launch import Launch, current_device, launch_all
+from stallfree.kernels.triton_launch import Launch, launch_all
 from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Shares, Table, table
 
 ADDED: tl.constexpr = tl.constexpr(MARGIN)
@@ -287,7 +288,7 @@ class TritonJudging:
             flat.zero_()
 
     def add_up(self) -> None:
-        with current_device(self._device):
+        with driver.current_device(self._device):
             launch_all(*self._measure)
 
     def judge(
@@ -317,7 +318,7 @@ class TritonJudging:
                 0 if norm is None else norm.data_ptr(),
             ),
         )
-        with current_device(self._device):
+        with driver.current_device(self._device):
             if squares is None:
                 launch_all(*self._measure, verdict)
             else:

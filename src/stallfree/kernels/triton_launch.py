@@ -10,7 +10,6 @@ compiled here for integers that invite no specialization, and looked at before i
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -18,16 +17,6 @@ import torch
 from stallfree.kernels import driver
 
 PLAIN = 2**40 + 1  # takes 64 bits; no multiple of 16
-
-
-NOTHING = nullcontext()
-
-
-def current_device(device: torch.device) -> AbstractContextManager[Any]:
-    """A context in which launches go to this device."""
-    if device.type == "cpu" or device.index == torch.cuda.current_device():
-        return NOTHING
-    return torch.cuda.device(device)
 
 
 class Launch:

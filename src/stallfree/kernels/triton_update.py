@@ -18,10 +18,11 @@ import torch
 import triton
 from torch import Tensor
 
+from stallfree.kernels import driver
 from stallfree.kernels.block import Part, Segment, check_parts, check_step
 from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.triton_functions import adamw_kernel, count_kernel
-from stallfree.kernels.triton_launch import Launch, current_device, launch_all
+from stallfree.kernels.triton_launch import Launch, launch_all
 from stallfree.kernels.triton_tables import LANGUAGE_DTYPES, Table, Tile, Tiling, programs, table
 
 COUNT_PLACES = 128  # the share of one program
@@ -166,13 +167,13 @@ class TritonUpdate:
         ]
         launches += [(launch, (tiles, flag, mask)) for launch, tiles, mask in states]
         if launches:
-            with current_device(self._device):
+            with driver.current_device(self._device):
                 launch_all(*launches)
 
     def _load(self) -> None:
         """Compile and load, by launches in which no weight is present."""
         flag = self._coefficients.data_ptr()  # read whatever the step
-        with current_device(self._device):
+        with driver.current_device(self._device):
             for portion in self._portions:
                 nobody = portion.mask(())
                 portion.count(portion.count_table.address, 0, flag, *_bits(Hyper(0.0, 0.0, 0.0, 0.0, 0.0)), nobody)
