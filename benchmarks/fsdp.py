@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -36,7 +35,7 @@ from stallfree.cli.bench.peers import WithDeepSpeed, deepspeed_settings
 from stallfree.cli.bench.records import MIB, Result, Round, row
 from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.bench.shapes import build_model, model_config, random_batch
-from stallfree.cli.bench.table import table
+from stallfree.cli.bench.table import show_table
 from stallfree.engine.blocks import by_modules
 from stallfree.limits import GIB
 
@@ -230,7 +229,7 @@ class Benchmark:
         if dist.get_rank():
             return
         rows = self.report["modes"]
-        Console(width=200).print(table(rows))
+        show_table(rows, 200)
         for numbers in rows:
             if "all_reduce_bytes" in numbers:
                 print(

@@ -18,7 +18,7 @@ INTRO = """# Configuration
 Pass settings as keywords, `ZenFlowAdamW(params, lr=1e-5, update_interval=4)`, or as a `ZenFlowConfig`, which also reads and
 writes dicts, JSON and YAML (`ZenFlowConfig.load("zenflow.yaml")`). It is frozen and checked at construction; an unknown name is
 refused with the closest known one (by the optimizer, `from_dict` and `load`). A setting that you leave out takes its preset's
-value; one that you give and that changes nothing beside the others is named in a warning.
+value; some that change nothing beside the others are named in a warning.
 """
 
 AUTO = """
@@ -62,14 +62,14 @@ The others:
 | key | meaning |
 |---|---|
 | `interval`, `warming_up` | S, 1 during the warm-up (a block adopts another S at its next close); whether that goes on |
-| `grad_norm` | before clipping by `max_grad_norm` |
+| `grad_norm` | before clipping by `max_grad_norm`; after `clip_grad_norm_`, if the loop calls it |
 | `rho`, `rho_by_kind` | share of squared gradient norm in deferred channels, over all weights and by kind of parameter |
 | `retention`, `retention_by_kind` | share of the last selection that the one before had chosen too |
 | `stall_ms`, `stall_ms_total` | time in which training (on a GPU: the device) waited for the host |
 | `host_ms_total`, `host_threads` | time in which the host worked on windows, and the threads of ours that work now |
 | `bytes_down`, `bytes_up`, `..._total` | bytes copied to the host and to the device |
 | `host_bytes`, `device_bytes` | memory of the optimizer's state and slots |
-| `restages`, `restages_total` | staged gradients to which a further backward pass added: one per weight and pass |
+| `restages`, `restages_total` | staged gradients to which a further backward pass added: one per weight and pass, and so some in the first step of a loop that accumulates |
 | `reselections_total` | selections of blocks |
 """
 

@@ -154,6 +154,19 @@ def test_betas_must_be_in_range(betas):
         ZenFlowAdamW([parameter()], betas=betas, **SMALL)
 
 
+@pytest.mark.parametrize("name", ["lr", "eps", "weight_decay"])
+def test_text_is_no_number(name):
+    """YAML reads 2e-5 as text."""
+    with pytest.raises(TypeError, match=rf"^{name} must be a number; got the text '2e-5'$"):
+        ZenFlowAdamW([parameter()], **SMALL | {name: "2e-5"})
+
+
+@pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, 0.99, 0.999), "ab", ZenFlowConfig()])
+def test_betas_are_two_numbers(betas):
+    with pytest.raises(TypeError, match=r"^betas must be two numbers; got "):
+        ZenFlowAdamW([parameter()], 1e-3, betas, **SMALL)
+
+
 def test_a_group_s_own_settings_are_checked():
     with pytest.raises(ValueError, match=r"(?i)lr|learning rate"):
         ZenFlowAdamW([dict(params=[parameter()], lr=math.nan)], **SMALL)

@@ -336,6 +336,11 @@ def _hyper(group: dict[str, Any]) -> Hyper:
         raise ValueError(
             "lr is a tensor on the GPU, and reading it would make the training thread wait; use a number or a CPU tensor"
         )
+    for name in ("lr", "eps", "weight_decay"):
+        if isinstance(group[name], str):  # YAML reads 2e-5 as text, and 2.0e-5 as a number
+            raise TypeError(f"{name} must be a number; got the text {group[name]!r}")
+    if not (isinstance(group["betas"], Sequence) and len(group["betas"]) == 2) or isinstance(group["betas"], str):
+        raise TypeError(f"betas must be two numbers; got {group['betas']!r}")
     beta1, beta2 = (float(beta) for beta in group["betas"])
     hyper = Hyper(float(lr), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
     for name, value in zip(("lr", "eps", "weight_decay"), (hyper.lr, hyper.eps, hyper.weight_decay), strict=True):

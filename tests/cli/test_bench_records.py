@@ -3,6 +3,7 @@
 import pytest
 
 from stallfree.cli.bench.records import MIB, Footprint, Result, Round, mean_ms, percentile, row
+from stallfree.cli.bench.table import show_table
 from stallfree.limits import GIB
 
 
@@ -74,3 +75,16 @@ def test_memory_is_beyond_the_floor_s():
 
 def test_a_mode_that_failed_has_a_row():
     assert row(Result("x", error="failed: why"), footprint()) == {"mode": "x", "error": "failed: why"}
+
+
+@pytest.mark.parametrize("width", [40, 100, 160])
+def test_a_narrow_terminal_cuts_no_number(width, capsys):
+    long = "stallfree:update_interval=4,topk_ratio=0.2"
+    rounds = [timed(1234.5, 2345.6, counted=dict(stall_ms_total=3.25, bytes_down_total=1800.0, bytes_up_total=450.0))]
+    show_table([row(Result(long, footprint(), rounds=rounds, beside=[timed(1000.0)]), None)], width)
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    for number in ("1790.0", "1.790", "1790.0–1790.0", "1234.5", "2345.6", "1.31", "0.90, 0.23"):
+        assert number in shown
+    first = [line[:20].strip() for line in shown.splitlines()]
+    assert "".join(first).replace("mode", "").startswith(long[:20])

@@ -64,6 +64,11 @@ def test_modes_are_names_with_settings():
     [
         ("stalfree", r"^mode 'stalfree': there is no 'stalfree'; did you mean stallfree\?; there are: floor, adamw, stallfree"),
         ("stallfree:4", r"^mode 'stallfree:4': write NAME:SETTING=VALUE"),
+        (
+            "idle-host",
+            r"^mode 'idle-host': an idle host has no time to decide by; say which S, as in idle-host:update_interval=4",
+        ),
+        ("idle-host:update_interval=auto", r"an idle host has no time to decide by"),
         ("stallfree:", r"write NAME:SETTING=VALUE"),
         ("stallfree:update_intervall=4", r"ZenFlowConfig has no setting 'update_intervall'; did you mean 'update_interval'\?"),
         ("stallfree:topk_ratio=2", r"topk_ratio must be a share from 0 to 1; got 2"),

@@ -68,8 +68,9 @@ def finetune(given: dict[str, Any]) -> None:
 def bench_step(given: dict[str, Any]) -> None:
     """Time of a training step against its floor, forward and backward alone.
 
-    A mode is `floor`, `adamw` (torch's, on the device), a preset with settings (stallfree:update_interval=4,topk_ratio=0.2), or
-    another library: `deepspeed-zenflow`, `deepspeed-zero-offload`, `torchao`. docs/bench.md says how to read the numbers.
+    A mode is `floor`, `adamw` (torch's, on the device), a preset with settings (stallfree:update_interval=4,topk_ratio=0.2),
+    `idle-host:update_interval=4` (the same without the host's work), or another library: `deepspeed-zenflow`,
+    `deepspeed-zero-offload`, `torchao`. docs/bench.md says how to read the numbers.
     """
     from stallfree.cli.bench.run import bench_step as run
 

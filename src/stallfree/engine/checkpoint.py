@@ -223,6 +223,7 @@ def _check_entry(config: ZenFlowConfig, item: Resident | Weight, saved: Entry, a
         if ours != theirs and not (any_room and name == "max_update_interval"):
             raise ValueError(
                 f"the state_dict was saved with {name}={theirs!r}, this optimizer has {name}={ours!r}; use the same setting"
+                + (" (update_interval may differ)" if name == "max_update_interval" else "")
             )
     if ("channel_dim" in saved) != isinstance(item, Weight):
         raise ValueError(

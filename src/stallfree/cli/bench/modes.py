@@ -88,6 +88,10 @@ def parse_mode(text: str) -> Mode:
         if setting == "preset":
             raise UsageError(f"mode {text!r}: the preset is what stands before the colon, as in {value}:...")
         given[setting] = parse_value(value)
+    if name == IDLE_HOST and not isinstance(given.get("update_interval"), int):
+        raise UsageError(
+            f"mode {text!r}: an idle host has no time to decide by; say which S, as in {IDLE_HOST}:update_interval=4"
+        )
     if name in PRESETS or name == IDLE_HOST:
         return Mode(text, name, config=_config(text, "stallfree" if name == IDLE_HOST else name, given))
     options = PEERS[name].options if name in PEERS else {}

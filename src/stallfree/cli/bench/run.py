@@ -21,7 +21,7 @@ from stallfree.cli.bench.modes import DEFAULT, FLOOR, Mode, parse_mode
 from stallfree.cli.bench.records import Footprint, Result, row
 from stallfree.cli.bench.settings import BenchSettings, output_file
 from stallfree.cli.bench.shapes import build_model, model_config
-from stallfree.cli.bench.table import table
+from stallfree.cli.bench.table import show_table
 from stallfree.cli.bench.worker import PeerError, RemoteRunner
 from stallfree.cli.errors import UsageError
 
@@ -205,7 +205,7 @@ class Bench:
         """Print the table, write the file; returns the exit code."""
         rows = self.rows()
         width = self.console.width if self.console.is_terminal else TABLE_WIDTH
-        Console(highlight=False, width=width).print(table(rows))
+        show_table(rows, width)
         for entry in rows:
             for name in ("note", "error"):
                 if name in entry:

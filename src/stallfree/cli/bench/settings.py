@@ -30,9 +30,9 @@ class BenchSettings(BaseModel):
     seq: int = setting(1024, "Tokens per sequence.", ge=2)
     modes: list[str] = setting(
         [],
-        "What to measure, see below; the floor always is.",
+        "What to measure, see above; the floor always is.",
         metavar="MODE...",
-        shown="every kind, peers where they are installed",
+        shown="adamw, stallfree, zero-offload, peers where they are installed",
     )
     rounds: int = setting(5, "Rounds, in each of which every mode takes its turn.", ge=1)
     steps: int = setting(40, "Measured steps of a mode per round.", ge=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 
 COLUMNS = (
@@ -23,15 +24,22 @@ COLUMNS = (
     "growth MiB host, GPU",
 )
 
+MODE_WIDTH = 20  # at least
+GAP = 2  # between columns
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """One line per mode; – for what a mode does not count."""
+
+def show_table(rows: list[dict[str, Any]], width: int) -> None:
+    """Print one line per mode; – for what a mode does not count. Where the width is too small for it, no number is cut."""
+    cells = [_cells(entry) for entry in rows]
+    columns = list(zip(COLUMNS, *cells, strict=True))[1:]
+    widths = [MODE_WIDTH, *(max(map(len, [*name.split(), *numbers])) for name, *numbers in columns)]
     made = Table(box=None, pad_edge=False)
-    for place, column in enumerate(COLUMNS):
-        made.add_column(column, justify="left" if place == 0 else "right", no_wrap=True)
-    for entry in rows:
-        made.add_row(*_cells(entry))
-    return made
+    for name, least in zip(COLUMNS, widths, strict=True):
+        first = name == COLUMNS[0]
+        made.add_column(name, justify="left" if first else "right", overflow="fold", min_width=least)
+    for line in cells:
+        made.add_row(*line)
+    Console(highlight=False, width=max(width, sum(widths) + GAP * (len(widths) - 1))).print(made)
 
 
 def _cells(entry: dict[str, Any]) -> list[str]:
@@ -49,7 +57,7 @@ def _cells(entry: dict[str, Any]) -> list[str]:
         f"{entry['p99_to_mean']:.2f}",
         f"{entry['max_ms']:.1f}",
         _number(entry.get("stall_ms"), ".1f"),
-        _number(entry.get("host_ms"), ".0f"),
+        _number(entry.get("host_ms"), ".1f"),
         ", ".join(_number(entry.get(f"{way}_bytes_per_parameter"), ".2f") for way in ("down", "up")),
         _number(entry.get("host_bytes_per_parameter"), ".1f"),
         _number(entry.get("device_peak_GiB"), ".2f"),
