@@ -69,7 +69,7 @@ The others:
 | `host_ms_total`, `host_threads` | time in which the host worked on windows, and the threads of ours that work now |
 | `bytes_down`, `bytes_up`, `..._total` | bytes copied to the host and to the device |
 | `host_bytes`, `device_bytes` | memory of the optimizer's state and slots |
-| `restages`, `restages_total` | staged gradients that a further backward pass added to, as in the first step of a loop that accumulates |
+| `restages`, `restages_total` | staged gradients that one more backward pass added to: in an accumulating loop at first |
 | `reselections_total` | selections of blocks |
 """
 
