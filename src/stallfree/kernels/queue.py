@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import traceback
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
@@ -170,6 +171,7 @@ class TorchQueue(HostQueue):
         self._thread = threading.Thread(target=self._work, name="stallfree-host", daemon=True) if overlap else None
         if self._thread is not None:
             self._thread.start()
+            weakref.finalize(self, _close, weakref.ref(self))  # a thread that still runs Python as it ends aborts the process
 
     @property
     def error(self) -> HostError | None:
@@ -260,6 +262,12 @@ class TorchQueue(HostQueue):
             if self._closed:
                 raise RuntimeError("the queue was closed before the gradients had arrived")
             time.sleep(POLL_SECONDS)
+
+
+def _close(queue: weakref.ref[TorchQueue]) -> None:
+    """At the end of the process; the thread keeps the queue until then."""
+    if (running := queue()) is not None:
+        running.close()
 
 
 def _reached(now: int, ticket: int) -> bool:
