@@ -29,6 +29,9 @@ class Plan:
     host_slots: int
     device_state: int
     device_staging: int
+    device_gradients: int  # at most at once: of the largest block until they are staged, and of residents
+    down: int  # of gradients, to the host in a step; channels that change hands come on top
+    up: int  # of weights, to the device in a step at the largest S
 
     @property
     def host(self) -> int:
@@ -67,18 +70,32 @@ def plan(named: Named, config: ZenFlowConfig, device: str | None = None) -> Plan
     on_gpu = any((device or weight.shard.device.type) == "cuda" for weight in weights)
     staging = sum(ring_bytes(blocks)) if on_gpu else 0
     resident = sum(item.numel * (12 + item.dtype.itemsize) for item in residents)
-    return Plan(named, config, state, plan_slots(blocks, config).nbytes, divided + resident, staging)
+    gradients = sum(item.numel * item.dtype.itemsize for item in residents)
+    gradients += max((block.numel * block.dtype.itemsize for block in blocks), default=0)
+    down = sum(block.deferred_numel * block.dtype.itemsize for block in blocks)
+    return Plan(
+        named,
+        config,
+        host_state=state,
+        host_slots=plan_slots(blocks, config).nbytes,
+        device_state=divided + resident,
+        device_staging=staging,
+        device_gradients=gradients,
+        down=down,
+        up=down // config.max_update_interval,
+    )
 
 
-def with_room(named: Named, config: ZenFlowConfig) -> ZenFlowConfig:
+def with_room(named: Named, config: ZenFlowConfig, available: int | None = None) -> ZenFlowConfig:
     """Settings with a `max_update_interval` that host memory has room for, if it is left to be chosen.
 
     The largest that leaves a tenth of what is available; if none does, the smallest, for `check_fits` to judge.
+    available: bytes; None: what this machine has now.
     """
     if not config.room_is_open:
         return config
     choices = [config.replace(max_update_interval=room) for room in config.rooms]
-    available, device = limits.available_host_bytes(), named[0][1].device
+    available, device = limits.available_host_bytes() if available is None else available, named[0][1].device
     fitting = (choice for choice in choices if plan(named, choice).host_beside(device) <= SPARE * available)
     return next(fitting, choices[-1])
 

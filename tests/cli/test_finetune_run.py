@@ -326,7 +326,7 @@ def test_dtype_auto_is_resolved_once(finetune, sums, tmp_path, stop_after, monke
     assert "in bfloat16 (dtype auto: as arranged)" in out
     assert yaml.safe_load((tmp_path / "out" / "settings.yaml").read_text())["dtype"] == "bfloat16"
     monkeypatch.undo()
-    assert finetune("--resume", dtype="auto")[0] == 0
+    assert finetune("--resume", dtype="auto", device="auto")[0] == 0
     assert weights(tmp_path / "out")["model.norm.weight"].dtype == torch.bfloat16
 
 

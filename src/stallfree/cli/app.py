@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
+from pydantic import BaseModel
 from rich.console import Console
 from rich.markup import escape
 
@@ -21,9 +22,12 @@ from stallfree.cli.bench.settings import load_settings as load_bench_settings
 from stallfree.cli.errors import OTHER_NAMES, UsageError, did_you_mean
 from stallfree.cli.finetune.settings import FinetuneSettings, load_settings
 from stallfree.cli.flags import ACTIONS, DEBUG, flag, typer_command
+from stallfree.cli.plan import PlanSettings, make_plan
+from stallfree.cli.plan import load_settings as load_plan_settings
 from stallfree.config import FIELDS
 
 EXIT_USAGE = 2
+OTHERS: dict[str, tuple[str, type[BaseModel]]] = {"plan": ("plan", PlanSettings), "step": ("bench step", BenchSettings)}
 
 # Rich would cut long names off at 80 columns.
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
@@ -78,6 +82,15 @@ def bench_step(given: dict[str, Any]) -> None:
     raise typer.Exit(run(load_bench_settings(given)))
 
 
+def plan(given: dict[str, Any]) -> None:
+    """GPU and host memory that a model will need, and what a step moves, by settings. Needs neither memory nor GPU.
+
+    A mode is a preset with settings: stallfree:update_interval=4,moments_dtype=bfloat16. docs/plan.md has an example.
+    """
+    given.pop("debug", None)  # read by main(), which also sees errors in the flags
+    raise typer.Exit(make_plan(load_plan_settings(given)))
+
+
 def bench(context: typer.Context) -> None:
     """Measure this machine."""
     if context.invoked_subcommand is None:
@@ -86,6 +99,7 @@ def bench(context: typer.Context) -> None:
 
 
 app.command("finetune")(typer_command(finetune, FinetuneSettings))
+app.command("plan")(typer_command(plan, PlanSettings, DEBUG, words="modes"))
 benchmarks = typer.Typer(add_completion=False, rich_markup_mode=None, callback=bench, invoke_without_command=True)
 benchmarks.command("step")(typer_command(bench_step, BenchSettings, DEBUG, words="modes"))
 app.add_typer(benchmarks, name="bench")
@@ -119,9 +133,10 @@ def _unknown_flag(error: Any) -> str:
     given = getattr(error, "option_name", None)
     if given is None or not hasattr(error, "possibilities"):
         return ""
-    if getattr(error.ctx, "info_name", None) == "step":
-        known = [flag(name) for name in (*BenchSettings.model_fields, *DEBUG)]
-        return f"there is no flag {given}{did_you_mean(given, known, or_else='; see stallfree bench step --help')}"
+    if (name := getattr(error.ctx, "info_name", None)) in OTHERS:
+        command, settings = OTHERS[name]
+        known = [flag(name) for name in (*settings.model_fields, *DEBUG)]
+        return f"there is no flag {given}{did_you_mean(given, known, or_else=f'; see stallfree {command} --help')}"
     field = given.lstrip("-").replace("-", "_")
     meant = OTHER_NAMES.get(field, field)
     if meant in FIELDS and meant not in FinetuneSettings.model_fields:

@@ -331,7 +331,6 @@ def _load(settings: FinetuneSettings, ranks: Ranks) -> tuple[Any, Any]:
         return model, tokenizer
 
     if ranks.sharded:
-        assert settings.device is not None
         return load_sharded(load, ranks, settings.device)
     model, tokenizer = load()
     return model.to(settings.device), tokenizer
@@ -348,7 +347,7 @@ def _choose_device(settings: FinetuneSettings, ranks: Ranks) -> tuple[FinetuneSe
     """With `device` and `dtype` made definite, so that a resumed run keeps them; and why this dtype, to be shown."""
     if settings.device == "cuda" and not torch.cuda.is_available():
         raise UsageError("--device cuda: torch sees no GPU; leave --device out to train on the CPU")
-    device = settings.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if settings.device == "auto" else settings.device
     if device == "cuda" and ranks.world > (seen := torch.cuda.device_count()):
         raise UsageError(f"{ranks} need a GPU each, and torch sees {seen}: use --nproc {seen}, or --device cpu")
     if settings.dtype != "auto":

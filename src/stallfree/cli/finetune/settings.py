@@ -56,7 +56,7 @@ class FinetuneSettings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
         "auto", "Type of weights and gradients; auto: bfloat16 where the device computes it in hardware, else float32."
     )
-    device: Literal["cpu", "cuda"] | None = setting(None, "Where to train.", shown="the GPU if there is one")
+    device: Literal["auto", "cuda", "cpu"] = setting("auto", "Where to train; auto: the GPU if there is one.")
     seed: int = setting(0, "Of the data's order, of the tasks and of `tiny`.", ge=0, lt=2**31)
 
     preset: str = setting("stallfree", f"Row of optimizer settings: {', '.join(PRESETS)}.", metavar="NAME")
@@ -195,8 +195,7 @@ def _resumed(given: dict[str, Any]) -> FinetuneSettings:
     path = directory / SETTINGS_FILE
     if not path.is_file():
         raise UsageError(f"there is no run to resume in {directory}: give its directory as --output, or leave --resume out")
-    if given.get("dtype") == "auto":  # it was decided when the run began
-        del given["dtype"]
+    given = {name: value for name, value in given.items() if name not in ("dtype", "device") or value != "auto"}  # decided then
     values = _read_yaml(path)
     saved = _validate(values | {"output": directory}, path, values.keys())
     asked = _validate(saved.model_dump() | given | {"set": saved.set | given.get("set", {})})

@@ -1,0 +1,136 @@
+"""What a model will need: the planner's numbers, for the shards of as many GPUs, judged by what there is."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from stallfree import ZenFlowConfig, channel_dims, planner
+from stallfree.cli import main
+from stallfree.cli.bench.settings import load_settings as bench_settings
+from stallfree.cli.bench.shapes import build_model, model_config
+from stallfree.cli.flags import DEBUG, markdown_table
+from stallfree.cli.plan import DEFAULT, Need, PlanSettings, load_settings, work_out
+from stallfree.limits import GIB
+
+PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
+LARGE = 1 << 50  # bytes
+
+
+@pytest.fixture
+def plan(capfd):
+    """Run `stallfree plan`; returns (exit code, lines, stderr)."""
+
+    def run(*arguments):
+        code = main(["plan", *map(str, arguments)])
+        out, err = capfd.readouterr()
+        return code, [line.rstrip() for line in out.splitlines()], err
+
+    return run
+
+
+def test_the_numbers_are_the_planner_s():
+    settings = load_settings({"model": "1.5b", "modes": ["stallfree:update_interval=4"]})
+    numel, needs = work_out(settings, LARGE)
+    shape = bench_settings({"model": "1.5b"})
+    model = build_model(model_config(shape), shape, "meta")
+    config = ZenFlowConfig(update_interval=4, channel_dim=channel_dims(model))
+    need = needs["stallfree:update_interval=4"]
+    assert need.plan == planner.plan(list(model.named_parameters()), config, "cuda")
+    assert (numel, need.weights) == (1_543_714_304, 2 * 1_543_714_304)
+    assert need.plan.down == pytest.approx(1.8 * numel, rel=0.01), "2 (1 - k) bytes per parameter"
+    assert need.plan.up == need.plan.down // 4
+    assert need.plan.device_gradients == pytest.approx(2 * 151936 * 1536, rel=0.01), "the embedding's"
+    assert need.gpu == need.weights + need.plan.device + need.plan.device_gradients
+
+
+def test_a_rank_of_several_needs_its_shards():
+    """The first one's, which are the largest; of the host's memory all ranks need a share."""
+    alone, shared = (
+        work_out(load_settings({"model": "0.5b", "gpus": gpus, "modes": ["stallfree:update_interval=4"]}), LARGE)
+        for gpus in (1, 3)
+    )
+    assert alone[0] == shared[0]
+    shape = bench_settings({"model": "0.5b"})
+    shapes = [param.shape for param in build_model(model_config(shape), shape, "meta").parameters()]
+    need = shared[1]["stallfree:update_interval=4"]
+    assert need.weights == sum(2 * -(-shape[0] // 3) * shape[1:].numel() for shape in shapes)
+    whole = alone[1]["stallfree:update_interval=4"]
+    assert need.host == 3 * need.plan.host
+    assert need.plan.host_state == pytest.approx(whole.plan.host_state / 3, rel=0.01)
+    assert need.plan.device_state > 1.1 * whole.plan.device_state / 3, "a rank holds more of a table's rows than its share"
+    assert not torch.distributed.is_initialized()
+
+
+def test_room_is_what_the_host_given_has():
+    """With update_interval="auto" the largest S is one that fits."""
+    rooms = []
+    for host in (LARGE, 11 * GIB, 1 * GIB):
+        _, needs = work_out(load_settings({"model": "0.5b", "modes": ["stallfree"]}), host)
+        rooms.append(needs["stallfree"].plan.config.max_update_interval)
+    assert rooms == [8, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "host", "said"),
+    [
+        (None, 2000, "fits"),
+        (1000, 2000, "fits, GPU 0.50 left"),
+        (400, 2000, "no: GPU 0.09 short"),
+        (1000, 1000, "no: host 0.12 short"),
+        (400, 1000, "no: GPU 0.09 short, host 0.12 short"),
+        (None, 1000, "no: host 0.12 short"),
+    ],
+)
+def test_the_verdict_names_what_is_short(gpu, host, said):
+    """The host keeps a tenth."""
+    parts = dict(host_state=400 << 20, host_slots=112 << 20, device_state=150 << 20, device_staging=50 << 20)
+    needed = planner.Plan([], ZenFlowConfig(), **parts, device_gradients=90 << 20, down=0, up=0)
+    need = Need(200 << 20, needed, 2)
+    assert (need.gpu, need.host) == (490 << 20, 1024 << 20)
+    assert need.verdict(None if gpu is None else gpu << 20, host << 20) == said
+
+
+def test_a_line_for_each_mode(plan):
+    code, lines, _ = plan("--model", "7b", "--gpu-memory", 80, "--host-memory", 128)
+    assert code == 0
+    assert lines[0] == "7b: 7.616 billion parameters in bfloat16. GiB"
+    rows = {
+        text: next(line for line in lines if line.startswith(text.replace(":", ": ").replace(",", ", ") + " "))
+        for text in DEFAULT
+    }
+    assert rows["device"].endswith("no: GPU 47.7 short")
+    assert rows["stallfree:update_interval=4"].endswith("no: host 11.4 short")
+    assert rows["stallfree:update_interval=4,moments_dtype=bfloat16"].split()[3:6] == ["14.2", "9.94", "0.62"]
+    assert rows["stallfree:update_interval=4,moments_dtype=bfloat16"].endswith("fits, GPU 54.2 left")
+    for line in PAGE.read_text(encoding="utf-8").split("```")[3].splitlines()[2:]:
+        assert line in lines, "docs/plan.md shows what the command prints"
+
+
+def test_modes_are_words_behind_the_flag(plan):
+    code, lines, _ = plan("--model", "tiny", "--gpus", 2, "--modes", "zero-offload", "stallfree:topk_ratio=0.2")
+    assert code == 0
+    assert "on each of 2 GPUs; on the host for all of them" in lines[0]
+    assert [line.split("  ")[0] for line in lines[4:6]] == ["zero-offload", "stallfree: topk_ratio=0.2"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "nope"], "model 'nope' is neither a directory with a config.json nor one of"),
+        (["--modes", "adamw"], "mode 'adamw': only presets are planned"),
+        (["--modes", "stallfree:topk=0.2"], "topk_ratio"),
+        (["--gpus", "0"], "--gpus 0: should be greater than or equal to 1"),
+        (["--gpu-memory", "-1"], "--gpu-memory -1: should be greater than 0"),
+        (["--gpu-mem", "80"], "there is no flag --gpu-mem; did you mean --gpu-memory"),
+        (["--zzz"], "there is no flag --zzz; see stallfree plan --help"),
+    ],
+)
+def test_mistakes_are_named(plan, arguments, message):
+    code, _, err = plan(*arguments)
+    assert code == 2
+    assert message in err
+
+
+def test_the_page_lists_every_flag():
+    assert markdown_table(PlanSettings, DEBUG) in PAGE.read_text(encoding="utf-8")
