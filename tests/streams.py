@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from stallfree.engine import pipeline, ring
 from stallfree.engine.device_link import DeviceLink
+from stallfree.engine.staging import NO_BACKWARD
 from stallfree.engine.streams import Point
 from stallfree.kernels.torch_block import TorchBlock
 
@@ -64,8 +65,13 @@ class StandIn:
         self.to_host, self.to_device, self.beside, self.showing = (Stream(pause) for _ in range(4))
         self.registered: dict[int, int] = {}
         self._launched = threading.local()  # .on: the streams on which this thread launches kernels
+        self._guarded = threading.local()  # .depth: of this thread in `device_guard`
 
     def _do(self, stream: Stream | None, task: Callable[[], None]) -> None:
+        self._check_device(stream)
+        self._put(stream, task)
+
+    def _put(self, stream: Stream | None, task: Callable[[], None]) -> None:
         if stream is None:
             task()
         else:
@@ -73,13 +79,28 @@ class StandIn:
                 raise stream.error
             stream.todo.put(task)
 
-    def device_guard(self):
-        return nullcontext()
+    @contextmanager
+    def device_guard(self) -> Iterator[None]:
+        self._guarded.depth = self._depth + 1
+        try:
+            yield
+        finally:
+            self._guarded.depth -= 1
+
+    @property
+    def _depth(self) -> int:
+        return getattr(self._guarded, "depth", 0)
+
+    def _check_device(self, stream: Stream | None) -> None:
+        """Another device may be the current one; in backward, autograd sees to it. The default stream's handle is 0 on all."""
+        in_backward = torch._C._current_graph_task_id() != NO_BACKWARD
+        assert stream is not None or in_backward or self._depth, "this may go to another device's stream"
 
     def current(self) -> None:
         return None
 
     def current_handle(self) -> int:
+        self._check_device(None)
         return 0
 
     def record(self, stream: Stream | None) -> Event:
@@ -100,8 +121,8 @@ class StandIn:
             self._launched.on = before
 
     def launch(self, kernel: Callable[..., None], *args: Any) -> None:
-        """Let a kernel run on the stream that launches go to."""
-        self._do(getattr(self._launched, "on", None), torch.no_grad()(lambda: kernel(*args)))
+        """Let a kernel run on the stream that launches go to. Kernels look after their device themselves."""
+        self._put(getattr(self._launched, "on", None), torch.no_grad()(lambda: kernel(*args)))
 
     def hold(self, tensor: Tensor, stream: Stream | None) -> None:
         """Nothing is freed while it is needed."""

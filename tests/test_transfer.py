@@ -270,6 +270,9 @@ def test_the_lead_is_counted_in_calls(monkeypatch):
         optimizer.zero_grad()
         assert link.lead() == 0, "the launching thread is the device here"
         counts.append(link._computed.value)
+    joined, link._joined = link._joined, link._shown.next()
+    assert link.lead() == 1, "the device waits for the host, at the end of backward"
+    link._joined = joined
     link._computed.value += counts[-1] - counts[-2]
     assert link.lead() == 1
     optimizer.close()

@@ -157,7 +157,8 @@ class DeviceLink(Link):
             self._raise(self.streams.to_host, self._came_down)
 
     def lead(self) -> float:
-        return self._computed.ahead / self._per_call
+        waits = not self._joined.passed  # at the end of backward, for the host: a whole call is still to come
+        return max(self._computed.ahead / self._per_call, float(waits))
 
     def wait_down(self) -> None:
         self._wait(self.streams.to_host, self._carried)

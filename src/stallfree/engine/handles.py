@@ -76,7 +76,7 @@ class Handles:
 
     def restage(self, staged: Staged, grad: Tensor | float, alpha: float) -> None:
         """Another backward pass adds to a staged gradient, in the gradient's dtype, as `.grad += grad` would."""
-        with self.engine.lock:
+        with self.engine.lock, self.engine.link.device_guard():
             self._restage(staged, grad, alpha)
 
     def _restage(self, staged: Staged, grad: Tensor | float, alpha: float) -> None:
@@ -91,14 +91,13 @@ class Handles:
         block = state.block
         grads: list[Tensor | None] = [None] * len(block.weights)
         grads[state.place] = total
-        with engine.link.device_guard():
-            engine.sending.send(block, [state.place], grads)
+        engine.sending.send(block, [state.place], grads)
         staged.factor, staged.zero, staged.call = None, False, block.staging(engine.clock.call + 1)
         block.staged[state.place] = staged
 
     def full_gradient(self, staged: Staged) -> Tensor:
         """The plain gradient of a handle: a device tensor of the shard's shape. Waits for its copy."""
-        with self.engine.lock:
+        with self.engine.lock, self.engine.link.device_guard():
             return self._full_gradient(staged)
 
     def _full_gradient(self, staged: Staged) -> Tensor:
@@ -115,10 +114,9 @@ class Handles:
         rows.index_copy_(0, division.selected[place], layout.selected_rows(block.half.gradient, place))
         link = self.engine.link
         self.engine.sending.finish()
-        with link.device_guard():
-            link.wait_down()
-            for low, piece in block.half.pieces(layout, block.take_slot()):
-                held = layout.rows_between(place, low, low + piece.numel())
-                channels = division.deferred[place][held.start : held.stop]
-                rows.index_copy_(0, channels, link.to_device(layout.deferred_rows(piece, place, low)))
+        link.wait_down()
+        for low, piece in block.half.pieces(layout, block.take_slot()):
+            held = layout.rows_between(place, low, low + piece.numel())
+            channels = division.deferred[place][held.start : held.stop]
+            rows.index_copy_(0, channels, link.to_device(layout.deferred_rows(piece, place, low)))
         return full if staged.factor is None else full.mul_(staged.factor)

@@ -114,7 +114,7 @@ class Engine:
     @contextmanager
     def uninterrupted(self) -> Iterator[None]:
         """Whatever reads or changes state or weights does so inside, `step()` too."""
-        with uninterrupted(self.lock):
+        with uninterrupted(self.lock), self.link.device_guard() if self.belongs_here else NOWHERE:
             if self.belongs_here:
                 self.link.join_showing()
             yield
@@ -133,9 +133,8 @@ class Engine:
         weights.refuse_steady_writes(self)
         self.clock.tick(max(map(attrgetter("lr"), hypers.values())))
         try:
-            with self.link.device_guard():
-                self._update(hypers)
-                self.tuner.after_call(self)
+            self._update(hypers)
+            self.tuner.after_call(self)
             measured = self.clock.warming or self.tuner.measures(self.clock)
             self.worker.keep_pace(self.link.waited(), self.clock.interval, measured)
         except BaseException as error:

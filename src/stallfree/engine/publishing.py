@@ -15,7 +15,7 @@ from torch import Tensor
 from stallfree.engine.streams import Point
 from stallfree.engine.transfer import Arrival, Link
 from stallfree.engine.window import BlockState, Piece, Window
-from stallfree.kernels.block import BlockKernel
+from stallfree.kernels.block import Publisher
 
 Up = Callable[[Tensor, Point | None, Arrival | None], AbstractContextManager[Tensor]]
 
@@ -23,7 +23,7 @@ Up = Callable[[Tensor, Point | None, Arrival | None], AbstractContextManager[Ten
 class Publishing:
     """Windows between the host and the weights."""
 
-    def __init__(self, link: Link, kernel: BlockKernel) -> None:
+    def __init__(self, link: Link, kernel: Publisher) -> None:
         self.link, self.kernel = link, kernel
         self._coming: list[tuple[BlockState, Window]] = []  # due in the next call, in the order of their use
         self._passed: set[BlockState] = set()  # whose turn in backward has come

@@ -51,7 +51,7 @@ class Sending:
         """Send a piece that has been left for later."""
         if self.later:
             piece = self.later[0]
-            with self.link.device_guard(), self.link.beside(piece.grads):
+            with self.link.beside(piece.grads):
                 self._send(*piece)
             self.later.popleft()
 

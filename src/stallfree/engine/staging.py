@@ -74,7 +74,8 @@ class Staging:
         """After each accumulation into a weight's `.grad`."""
         if self.engine.delay:
             self.engine.lose_time("hook")
-        with self.engine.lock:
+        in_backward = torch._C._current_graph_task_id() != NO_BACKWARD  # then autograd sees to the device
+        with self.engine.lock, NOWHERE if in_backward else self.engine.link.device_guard():
             self._on_gradient(state)
 
     def _on_gradient(self, state: WeightState) -> None:
@@ -191,8 +192,7 @@ class Staging:
         engine.link.hold(memory_of(dense) if block.sharded else dense, block.sharded)
         engine.turns += 1
         block.turn = engine.turns
-        with engine.link.device_guard():
-            engine.sending.send(block, places, dense)
+        engine.sending.send(block, places, dense)
         self._stand(block, places)
         self._loose += block.residents
         engine.sending.go_on()

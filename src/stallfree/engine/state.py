@@ -219,8 +219,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
     entries = {param: _apart(engine, checkpoint.entries[param]) for param in engine.weights}
     for block in engine.blocks:
         _load_block(engine, block, [entries[param] for param in block.params])
-    with engine.link.device_guard():
-        engine.await_windows()
+    engine.await_windows()
 
 
 def _apart(engine: Engine, entry: Entry) -> Entry:

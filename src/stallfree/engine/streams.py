@@ -18,6 +18,7 @@ from stallfree.limits import GIB, lockable_bytes
 Stream = Any  # torch.cuda.Stream, or what a stand-in for tests uses
 Task = Any  # for a stream: a command of the driver, likewise
 
+PORTABLE = 1  # cudaHostRegisterPortable: for all devices, whichever is the current one
 RELEASED = 1 << 30  # how far a count jumps when nobody shall wait any more
 _HALF, _MASK = 1 << 31, (1 << 32) - 1
 
@@ -165,7 +166,7 @@ class Streams:
             MemoryError: the system or the driver refuses to lock so much of it.
         """
         try:
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0))
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
         except RuntimeError as error:
             limit = lockable_bytes()
             allowed = "as much as it likes" if limit is None else f"{limit / GIB:.3f} GiB"

@@ -57,7 +57,7 @@ class Link:
         return self.stalls.so_far() + self.crowding.so_far()
 
     def device_guard(self) -> AbstractContextManager[object]:
-        """Whatever enqueues copies does so inside."""
+        """Inside, the computing stream is one of this device; in backward, autograd sees to that."""
         return nullcontext()
 
     def follow(self) -> int:

@@ -206,7 +206,20 @@ class Update(Protocol):
         ...
 
 
-class BlockKernel(Protocol):
+class Publisher(Protocol):
+    """What `BlockKernel` says of arguments and errors holds here."""
+
+    def publish(
+        self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor, low: int = 0
+    ) -> None:
+        """Write deferred rows, in the weights' dtype, into the deferred channels. Selected channels are not touched.
+
+        values: of all deferred rows, or of a piece that begins at `low`.
+        """
+        ...
+
+
+class BlockKernel(Publisher, Protocol):
     """What a step does on the device.
 
     Weights and gradients of one call have one dtype (fp32, bf16 or fp16), are contiguous and on the layout's device; flat
@@ -244,15 +257,6 @@ class BlockKernel(Protocol):
 
     def plan(self, parts: Sequence[Part]) -> Update:
         """AdamW of all these parts together. Builds, compiles and loads what its steps need; may wait for the device."""
-        ...
-
-    def publish(
-        self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor, low: int = 0
-    ) -> None:
-        """Write deferred rows, in the weights' dtype, into the deferred channels. Selected channels are not touched.
-
-        values: of all deferred rows, or of a piece that begins at `low`.
-        """
         ...
 
 

@@ -1,42 +1,46 @@
-"""A host that has nothing to do: what is left of a step's time is what launching, kernels and copies cost."""
+"""A host that replays nothing: what is left of a step's time is what launching, kernels and copies cost."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from stallfree import ZenFlowAdamW
-from stallfree.kernels.queue import HostQueue, QueueStats, WindowTimes
+from stallfree.engine.window import BlockState
+from stallfree.kernels.block import BlockKernel, BlockLayout, Targets
+from stallfree.kernels.queue import HostQueue
 from stallfree.kernels.windows import WindowWork
 
 
-class IdleQueue(HostQueue):
-    """Takes every window as done when it is submitted."""
+class Aside:
+    """Publishes what comes up, gradients as nobody has replayed them, beside the weights: these stay as they are."""
 
-    error = None
+    def __init__(self, kernel: BlockKernel, blocks: Sequence[BlockState]) -> None:
+        self._kernel = kernel
+        room = torch.empty(max(block.block.numel for block in blocks), dtype=torch.float32, device=blocks[0].half.device)
+        self._instead: dict[int, Tensor] = {}  # by a weight's address: all blocks share the room
+        for block in blocks:
+            parts = room.view(block.block.dtype)[: block.block.numel].split([shard.numel() for shard in block.block.shards])
+            for shard, part in zip(block.block.shards, parts, strict=True):
+                self._instead[shard.data_ptr()] = part.view(shard.shape)
 
-    def stats(self) -> QueueStats:
-        return QueueStats(0, 0, 0.0, 0.0)
-
-    def history(self) -> list[WindowTimes]:
-        return []
-
-    def _start(self, windows: Sequence[WindowWork], tickets: Sequence[int]) -> None:
-        if tickets:
-            self._last = self._word.value = tickets[-1]
-
-    def _completed(self) -> int:
-        return self._last
-
-    def _settled(self, ticket: int, seconds: float) -> bool:
-        return True
-
-    def _stop(self) -> None:
-        pass
+    def publish(
+        self, layout: BlockLayout, targets: Targets, weights: Sequence[Tensor | None], values: Tensor, low: int = 0
+    ) -> None:
+        instead = [None if weight is None else self._instead[weight.data_ptr()] for weight in weights]
+        self._kernel.publish(layout, targets, instead, values, low)
 
 
 def take_host_away(optimizer: ZenFlowAdamW) -> None:
-    """From now on nothing is replayed, and what is published is whatever slots hold: the weights mean nothing any more."""
-    worker = optimizer.engine.worker
-    worker.queue.drain()
-    worker.queue.close()
-    worker.queue = IdleQueue(worker.timeline.memory)
+    """From now on no gradient is replayed: deferred channels keep the weights they have. All else goes on, hand-overs too."""
+    engine = optimizer.engine
+    engine.publishing.kernel = Aside(engine.kernel, engine.blocks)
+    queue: HostQueue = engine.worker.queue
+    submit = queue.submit
+
+    def submit_idle(windows: Sequence[WindowWork]) -> list[int]:
+        return submit([window._replace(places=(), publish=False) for window in windows])
+
+    queue.submit = submit_idle  # type: ignore[method-assign]
