@@ -10,7 +10,7 @@
 #   benchmarks/on_gpu.sh OUT peers              DeepSpeed's CPU Adam, compiled beforehand: a minute that `step` need not take
 #   benchmarks/on_gpu.sh OUT soak               5,000 steps of a small model with saves
 #   benchmarks/on_gpu.sh OUT step NAME ARGS...  `stallfree bench step ARGS... --output OUT/NAME.json`
-#   benchmarks/on_gpu.sh OUT ranks              the tests of ranks with NCCL, on as many GPUs as there are
+#   benchmarks/on_gpu.sh OUT ranks              the tests of ranks with NCCL, and of several devices, on as many GPUs as there are
 #   benchmarks/on_gpu.sh OUT fsdp NAME ARGS...  benchmarks/fsdp.py ARGS... --output OUT/NAME.json, a rank on every GPU
 #
 # WHEELS: a folder of wheels to install for the run, where the interpreter lacks some (pydantic, peers).
@@ -60,7 +60,8 @@ case $part in
     ;;
   ranks)
     export STALLFREE_RANKS_ON=cuda
-    python3 -m pytest -v -n 6 -p no:cacheprovider tests/distributed/test_training*.py tests/distributed/test_checkpoints.py "$@" 2>&1 |
+    python3 -m pytest -v -n 6 -p no:cacheprovider tests/test_second_device.py tests/distributed/test_training*.py \
+      tests/distributed/test_checkpoints.py "$@" 2>&1 |
       tee "$out/ranks.txt" | grep -E '^(FAILED|ERROR|SKIPPED)|^E  |PASSED|FAILED|passed|failed'
     ;;
   fsdp)
