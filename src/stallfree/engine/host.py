@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +12,7 @@ from torch import Tensor
 from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import STATE, Weight
 from stallfree.engine.calls import Mark
+from stallfree.engine.cores import host_cores
 from stallfree.engine.device import adopt_weights
 from stallfree.engine.memory import host_memory
 from stallfree.engine.pace import Pace
@@ -22,7 +22,6 @@ from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.queue import HostError, WindowTimes
 from stallfree.kernels.replay import ReplayJob, SlotGradient
 from stallfree.kernels.windows import HostWeight, WindowWork
-from stallfree.limits import quota_cores
 
 MOMENTS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -95,9 +94,9 @@ class HostWorker:
     """Runs host work in order: beside the training thread, or at once if `overlap_step` is off."""
 
     def __init__(self, config: ZenFlowConfig, timeline: Timeline, on_gpu: bool) -> None:
-        threads, cores = host_cores(config, on_gpu)
+        threads, self.cores = host_cores(config, on_gpu)  # that the threads are bound to; None: to none
         self.timeline = timeline
-        self.kernel = host_kernel(config.host_kernel, threads, cores, config.pin_host_threads)
+        self.kernel = host_kernel(config.host_kernel, threads, self.cores, config.pin_host_threads)
         self.queue = host_queue(self.kernel, timeline.memory, config.overlap_step)
         self.pace = Pace(threads)
 
@@ -156,52 +155,3 @@ class HostWorker:
         """End the threads; what waits for the device still is given up. Idempotent."""
         self.queue.close()
         self.kernel.close()
-
-
-def available_cores() -> list[int]:
-    """Cores this process may use: its affinity, cut to its share of what the ranks of this machine have together.
-
-    A launcher that binds ranks has more cores itself, and what a rank is bound to is its own, or that of a few ranks.
-    """
-    ranks, rank = _local_ranks(), int(os.environ.get("LOCAL_RANK", 0))
-    cores = _affinity(0)
-    together = len(cores) if ranks == 1 else max(len(cores), len(_affinity(os.getppid())))
-    share = max(1, min(len(cores), min(together, quota_cores()) // ranks))
-    first = rank % (len(cores) // share) * share
-    return cores[first : first + share]
-
-
-def _local_ranks() -> int:
-    """Processes on this machine that train together."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-
-
-def _affinity(process: int) -> list[int]:
-    """The cores of a process, 0: of this one."""
-    if hasattr(os, "sched_getaffinity"):
-        with suppress(OSError):  # the parent is gone
-            return sorted(os.sched_getaffinity(process))
-    return list(range(os.cpu_count() or 1)) if process == 0 else []
-
-
-def host_cores(config: ZenFlowConfig, on_gpu: bool) -> tuple[int, list[int] | None]:
-    """Threads of the host kernel, and the cores to bind them to (None: to none).
-
-    With a GPU the training thread and the data loader keep two cores. Without one, training itself computes on the cores,
-    and the host kernel takes half of them. With host_kernel="torch" one thread calls torch, which has threads of its own.
-
-    Ranks beside others stay on their share, where the memory is that they have touched. No thread is bound to one core unless
-    somebody says so: one that sleeps leaves it idle, training moves there, and has to share it when the thread wakes up.
-    """
-    if config.host_kernel == "torch":
-        return 1, None
-    cores = available_cores()
-    share = max(1, len(cores) - 2 if on_gpu else len(cores) // 2)
-    threads = share if config.host_threads == "auto" else config.host_threads
-    if config.pin_host_threads and threads > len(cores):
-        raise ValueError(
-            f"{threads} host threads cannot be pinned to the {len(cores)} cores this process may use; use fewer threads"
-        )
-    if config.pin_host_threads:
-        return threads, cores[-threads:]
-    return threads, cores if on_gpu and _local_ranks() > 1 else None

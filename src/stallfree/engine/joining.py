@@ -16,6 +16,7 @@ from torch import nn
 
 from stallfree import planner
 from stallfree.engine.blocks import Block, Resident, build_blocks, check_trainable, classify, describe, layer_of
+from stallfree.engine.cores import near
 from stallfree.engine.device import SelectedState
 from stallfree.engine.residents import ResidentGroup, resident_groups
 from stallfree.engine.sharding import LAYOUT_SHAPE, Agreement, OwnGradients, RankSums, is_sharded
@@ -108,11 +109,12 @@ def _states(engine: Engine, blocks: Sequence[Block]) -> list[BlockState]:
     halves = [SelectedState(block, engine.channels, engine.kernel, layouts, size) for block in blocks]
     engine.link.reserve(blocks)
     states = []
-    for block, half in zip(blocks, halves, strict=True):
-        states.append(BlockState(block, half, engine.link, engine.pool, engine.config))
-        engine.blocks.append(states[-1])
-        engine.weights.update({state.weight.param: state for state in states[-1].weights})
-    engine.pool.follow(plan_slots([block.block for block in engine.blocks], engine.config))
+    with near(engine.worker.cores):
+        for block, half in zip(blocks, halves, strict=True):
+            states.append(BlockState(block, half, engine.link, engine.pool, engine.config))
+            engine.blocks.append(states[-1])
+            engine.weights.update({state.weight.param: state for state in states[-1].weights})
+        engine.pool.follow(plan_slots([block.block for block in engine.blocks], engine.config))
     engine.ids = [id(param) for param in engine.weights]
     return states
 
