@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,10 +19,10 @@ from stallfree.engine import checkpoint, joining, state, weights
 from stallfree.engine.blocks import check_distinct, check_trainable
 from stallfree.engine.gradient import StagedGradient
 from stallfree.engine.interval import IntervalChange
-from stallfree.engine.pipeline import Engine, Hypers
+from stallfree.engine.pipeline import Engine
+from stallfree.engine.settings import Settings, hyper_of, read_settings
 from stallfree.engine.sharding import Agreement, RankSums, gradient_of, groups_of, shard_of, whole
 from stallfree.ignored import warn_of_ignored
-from stallfree.kernels.hyper import Hyper
 from stallfree.telemetry.meter import mean_by_kind
 
 
@@ -94,14 +92,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def _new_engine(self, device: torch.device) -> Engine:
         this = weakref.ref(self)
 
-        def read_hypers() -> Hypers:
+        def settings() -> Settings:
             optimizer = this()
             assert optimizer is not None, "the engine outlived its optimizer"
-            groups = optimizer.param_groups
-            hypers: Hypers = {}
-            for group in groups:
-                hypers.update(dict.fromkeys(map(id, group["params"]), _hyper(group)))
-            return hypers
+            return read_settings(optimizer.param_groups)
 
         def read_params() -> list[nn.Parameter]:
             optimizer = this()
@@ -113,7 +107,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             assert optimizer is not None, "the engine outlived its optimizer"
             return next(name for name, member in optimizer._named(optimizer.param_groups, frozen=True) if member is param)
 
-        engine = Engine(device, self.config, read_hypers, read_params, read_name)
+        engine = Engine(device, self.config, settings, read_params, read_name)
         self._finalizer = weakref.finalize(self, engine.close)
         return engine
 
@@ -144,7 +138,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         check_distinct(self._named(self.param_groups, frozen=True) + present)
         newcomers = [(name, param) for name, param in present if param.requires_grad]
         check_trainable(self._named(self.param_groups) + newcomers)
-        _hyper(dict(self.defaults) | group)
+        hyper_of(dict(self.defaults) | group)
         super().add_param_group(group)
         if self._engine is not None:
             try:
@@ -324,37 +318,6 @@ def _peek(group: dict[str, Any]) -> list[Any]:
     members = [params] if isinstance(params, Tensor) else list(params)
     group["params"] = members
     return members
-
-
-def _hyper(group: dict[str, Any]) -> Hyper:
-    """A group's settings as plain numbers, checked."""
-    for option in ("amsgrad", "maximize"):
-        if group.get(option):
-            raise ValueError(f"{option} is not supported: the update is torch.optim.AdamW's without it")
-    lr = group["lr"]
-    if isinstance(lr, Tensor) and lr.device.type != "cpu":
-        raise ValueError(
-            "lr is a tensor on the GPU, and reading it would make the training thread wait; use a number or a CPU tensor"
-        )
-    for name in ("lr", "eps", "weight_decay"):
-        if isinstance(group[name], str):  # YAML reads 2e-5 as text, and 2.0e-5 as a number
-            raise TypeError(f"{name} must be a number; got the text {group[name]!r}")
-    if not (isinstance(group["betas"], Sequence) and len(group["betas"]) == 2) or isinstance(group["betas"], str):
-        raise TypeError(f"betas must be two numbers; got {group['betas']!r}")
-    beta1, beta2 = (float(beta) for beta in group["betas"])
-    hyper = Hyper(float(lr), beta1, beta2, float(group["eps"]), float(group["weight_decay"]))
-    for name, value in zip(("lr", "eps", "weight_decay"), (hyper.lr, hyper.eps, hyper.weight_decay), strict=True):
-        if not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} must be a finite number, at least 0; got {value}")
-    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
-        raise ValueError(f"betas must be from 0 to below 1; got {group['betas']}")
-    return _one_of(hyper)
-
-
-@lru_cache(maxsize=64)
-def _one_of(hyper: Hyper) -> Hyper:
-    """The same object for the same settings: that nothing has changed, for hundreds of weights, is then seen at a glance."""
-    return hyper
 
 
 def _agreed(named: Sequence[tuple[str, nn.Parameter]], config: ZenFlowConfig) -> ZenFlowConfig:

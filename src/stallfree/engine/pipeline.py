@@ -12,7 +12,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +29,7 @@ from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState
 from stallfree.engine.schedule import Clock
 from stallfree.engine.sending import Sending
+from stallfree.engine.settings import Settings
 from stallfree.engine.sharding import Agreement, RankSums, directly
 from stallfree.engine.slots import SlotPool, gives_at_close
 from stallfree.engine.staging import NOWHERE, Staging
@@ -44,7 +44,7 @@ from stallfree.kernels.replay import ReplayJob
 from stallfree.kernels.windows import Call, HostExchange, WindowWork
 from stallfree.telemetry.meter import Meter
 
-Hypers = dict[int, Hyper]  # by id of the parameter: tensors are slow to look up
+Hypers = dict[int, Hyper]  # by id of the parameter
 
 
 class Engine:
@@ -54,12 +54,12 @@ class Engine:
         self,
         device: torch.device,
         config: ZenFlowConfig,
-        read_hypers: Callable[[], Hypers],
+        read_settings: Callable[[], Settings],
         read_params: Callable[[], list[nn.Parameter]],
         read_name: Callable[[nn.Parameter], str],
     ) -> None:
         self.device, self.config = device, config
-        self.read_hypers, self.read_params, self.read_name = read_hypers, read_params, read_name
+        self.read_settings, self.read_params, self.read_name = read_settings, read_params, read_name
         self.kernel = block_kernel(self.device)
         self.link = link_to(self.device)
         self.worker = HostWorker(config, self.link.host, on_gpu=self.device.type != "cpu")
@@ -125,13 +125,13 @@ class Engine:
     def step(self) -> None:
         self.check_usable()
         with NOWHERE if self.agreement.mesh is None else directly():
-            self._step(self.read_hypers())
+            self._step(*self.read_settings())
 
-    def _step(self, hypers: Hypers) -> None:
+    def _step(self, hypers: Hypers, lr: float) -> None:
         self.staging.collect(hypers.keys())
         weights.notice_writes(self)
         weights.refuse_steady_writes(self)
-        self.clock.tick(max(map(attrgetter("lr"), hypers.values())))
+        self.clock.tick(lr)
         try:
             self._update(hypers)
             self.tuner.after_call(self)

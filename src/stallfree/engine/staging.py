@@ -245,7 +245,7 @@ class Staging:
         if any(block.passes_expected[state.place] is None for state in states):
             return
         weights.notice_writes(engine)
-        hypers, places = engine.read_hypers(), frozenset(state.place for state in states)
+        hypers, places = engine.read_settings().hypers, frozenset(state.place for state in states)
         settings = tuple(hypers[id(state.weight.param)] if state.place in places else None for state in block.weights)
         call = Call(block.take_slot(), None, block.scaled(settings))
         work = engine.host_work(block, (call,), block.half.division.divided, 0.0, tuple(places))
