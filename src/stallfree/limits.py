@@ -21,15 +21,17 @@ _FILES = (
 
 
 def available_host_bytes() -> int:
-    """Memory this process can still take: the machine's, or that of its control groups if one of them has less.
+    """Memory this process can still take: its share, where ranks train on this machine together."""
+    return unshared_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
 
-    Ranks of one machine share it.
-    """
+
+def unshared_host_bytes() -> int:
+    """What is left of the machine's memory, or of that of its control groups if one of them has less."""
     available = _machine_bytes()
     for controller, limit, usage, cached in _FILES:
         for directory in _groups(controller):
             available = min(available, _group_bytes(directory, limit, usage, cached))
-    return max(0, available) // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return max(0, available)
 
 
 def quota_cores() -> int:

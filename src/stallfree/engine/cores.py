@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import torch
+
 from stallfree.config import ZenFlowConfig
 from stallfree.limits import quota_cores
 
-NODES = Path("/sys/devices/system/node")
+SYSTEM = Path("/sys/devices/system")
 
 
 def available_cores() -> list[int]:
@@ -20,22 +22,31 @@ def available_cores() -> list[int]:
     is of one NUMA node as far as may be, and the first ranks' of the first node, as their GPUs mostly are.
     """
     ranks, rank = _local_ranks(), int(os.environ.get("LOCAL_RANK", 0))
-    cores = _by_node(_affinity(0))
+    cores = _in_order(_affinity(0))
     together = len(cores) if ranks == 1 else max(len(cores), len(_affinity(os.getppid())))
     share = max(1, min(len(cores), min(together, quota_cores()) // ranks))
-    first = rank % (len(cores) // share) * share
-    return cores[first : first + share]
+    apart = max(share, len(cores) // ranks)  # under a quota, shares have gaps between them
+    first = rank % (len(cores) // apart) * apart
+    return sorted(cores[first : first + share])
 
 
-def _by_node(cores: Sequence[int]) -> list[int]:
-    """Cores of a NUMA node together: their numbers may alternate, or begin anew with each core's second thread."""
+def _in_order(cores: Sequence[int]) -> list[int]:
+    """Cores of a NUMA node together, and threads of a core: numbers may alternate between nodes, or begin anew."""
     nodes: dict[int, int] = {}
-    for place in NODES.glob("node[0-9]*/cpulist"):
-        with suppress(OSError, ValueError):
-            for run in place.read_text().strip().split(","):
-                first, _, last = run.partition("-")
-                nodes |= dict.fromkeys(range(int(first), int(last or first) + 1), int(place.parent.name.removeprefix("node")))
-    return sorted(cores, key=lambda core: (nodes.get(core, 0), core))
+    for place in SYSTEM.glob("node/node[0-9]*/cpulist"):
+        nodes |= dict.fromkeys(_numbers(place), int(place.parent.name.removeprefix("node")))
+    threads = {core: _numbers(SYSTEM / f"cpu/cpu{core}/topology/thread_siblings_list") or [core] for core in cores}
+    return sorted(cores, key=lambda core: (nodes.get(core, 0), min(threads[core]), core))
+
+
+def _numbers(path: Path) -> list[int]:
+    """Of a list like "0-7,16-23"; none where there is no such list."""
+    found: list[int] = []
+    with suppress(OSError, ValueError):
+        for run in path.read_text().strip().split(","):
+            first, _, last = run.partition("-")
+            found += range(int(first), int(last or first) + 1)
+    return found
 
 
 def _local_ranks() -> int:
@@ -77,10 +88,11 @@ def host_cores(config: ZenFlowConfig, on_gpu: bool) -> tuple[int, list[int] | No
 @contextmanager
 def near(cores: Sequence[int] | None) -> Iterator[None]:
     """What this thread touches first inside gets memory of these cores' node. None: of wherever the thread runs."""
-    if cores is None:
+    if cores is None or not hasattr(os, "sched_setaffinity"):
         yield
         return
-    before = os.sched_getaffinity(0)
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    torch.set_num_threads(1)  # others are elsewhere, or would be begun here and stay
     with suppress(OSError):  # not allowed here
         os.sched_setaffinity(0, cores)
     try:
@@ -88,3 +100,4 @@ def near(cores: Sequence[int] | None) -> Iterator[None]:
     finally:
         with suppress(OSError):
             os.sched_setaffinity(0, before)
+        torch.set_num_threads(threads)

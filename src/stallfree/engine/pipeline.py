@@ -29,7 +29,7 @@ from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState
 from stallfree.engine.schedule import Clock
 from stallfree.engine.sending import Sending
-from stallfree.engine.settings import Settings
+from stallfree.engine.settings import Hypers, Settings
 from stallfree.engine.sharding import Agreement, RankSums, directly
 from stallfree.engine.slots import SlotPool, gives_at_close
 from stallfree.engine.staging import NOWHERE, Staging
@@ -43,8 +43,6 @@ from stallfree.kernels.queue import FORKED
 from stallfree.kernels.replay import ReplayJob
 from stallfree.kernels.windows import Call, HostExchange, WindowWork
 from stallfree.telemetry.meter import Meter
-
-Hypers = dict[int, Hyper]  # by id of the parameter
 
 
 class Engine:

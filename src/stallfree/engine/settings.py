@@ -12,19 +12,20 @@ from torch import Tensor
 from stallfree.kernels.hyper import Hyper
 
 Group = dict[str, Any]
+Hypers = dict[int, Hyper]  # by id of the parameter: tensors are slow to look up
 
 
 class Settings(NamedTuple):
     """Of one call."""
 
-    hypers: dict[int, Hyper]  # by id of the parameter: tensors are slow to look up
+    hypers: Hypers
     lr: float  # the largest that some parameter has
 
 
 def read_settings(groups: Sequence[Group]) -> Settings:
     """Raises `ValueError` or `TypeError` for settings that cannot be used."""
     every = [hyper_of(group) for group in groups]
-    hypers: dict[int, Hyper] = {}
+    hypers: Hypers = {}
     for group, hyper in zip(groups, every, strict=True):
         hypers.update(dict.fromkeys(map(id, group["params"]), hyper))
     return Settings(hypers, max(hyper.lr for group, hyper in zip(groups, every, strict=True) if group["params"]))

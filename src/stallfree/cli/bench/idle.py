@@ -36,6 +36,8 @@ class Aside:
 def take_host_away(optimizer: ZenFlowAdamW) -> None:
     """From now on no gradient is replayed: deferred channels keep the weights they have. All else goes on, hand-overs too."""
     engine = optimizer.engine
+    if not engine.blocks:  # nothing is deferred
+        return
     engine.publishing.kernel = Aside(engine.kernel, engine.blocks)
     queue: HostQueue = engine.worker.queue
     submit = queue.submit
