@@ -27,8 +27,13 @@ def hyper_of(group: dict[str, Any]) -> Hyper:
 
 
 def channel_major(tensor: Tensor, dim: int) -> Tensor:
-    """`[out, -1]` with axis `dim` first; a resident parameter (1-D, scalar) is one channel."""
-    matrix = tensor.reshape(tensor.shape[0], -1) if tensor.dim() >= 2 else tensor.reshape(1, -1)
+    """`[out, -1]` with axis `dim` first; a resident parameter (1-D, scalar) is one channel.
+
+    Of a stack of matrices, by rows every row is one.
+    """
+    stack = tensor.dim() == 3 and tensor.shape[2] >= 64 and dim == 0
+    rows = tensor.shape[:2].numel() if stack else tensor.shape[0] if tensor.dim() >= 2 else 1
+    matrix = tensor.reshape(rows, -1)
     return matrix.t() if dim == 1 and tensor.dim() >= 2 else matrix
 
 

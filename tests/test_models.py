@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training import PRESETS, inputs, mlp, regression, tokens, train
 
-from stallfree import ZenFlowConfig, channel_dims
+from stallfree import ZenFlowAdamW, ZenFlowConfig, channel_dims
 from stallfree.engine.blocks import by_modules, channel_dim_of
 
 
@@ -112,6 +112,37 @@ def test_convolutions_and_norms(device, settings):
         return (model(inputs(t, 2, 3, 6, 6, like=model)) - 1).pow(3).mean()
 
     train(model.to(device), loss, settings)
+
+
+class Experts(nn.Module):
+    """Four experts, all of which see every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 96, 64) / 8), nn.Parameter(torch.randn(4, 64, 96) / 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("eoi,ebi->bo", self.down, F.silu(torch.einsum("eoi,bi->ebo", self.up, x)))
+
+
+def test_every_row_of_an_expert_is_a_channel(device, settings):
+    model = nn.Sequential(nn.Linear(12, 64), Experts(), nn.Linear(64, 12)).to(device)
+    assert channel_dims(model) == {"0.weight": 1, "1.up": 0, "1.down": 0, "2.weight": 1}
+    optimizer = ZenFlowAdamW(model.named_parameters(), lr=1e-2, topk_ratio=0.25, min_numel=0)
+    weights = {state.weight.name: state.weight for state in optimizer.engine.weights.values()}
+    sizes = {name: (weight.channels, weight.length, weight.selected_count) for name, weight in weights.items()}
+    assert sizes == {"0.weight": (12, 64, 3), "1.up": (384, 64, 96), "1.down": (256, 96, 64), "2.weight": (64, 12, 16)}
+    optimizer.close()
+    train(model, regression, settings)
+
+
+def test_a_long_convolution_is_no_stack_of_matrices():
+    model = nn.Conv1d(3, 4, 65, bias=False)
+    assert channel_dims(model) == {"weight": 1}
+    assert channel_dims(nn.ParameterList([nn.Parameter(torch.ones(3, 4, 63)), nn.Parameter(torch.ones(3, 4, 64))])) == {
+        "0": 1,
+        "1": 0,
+    }
 
 
 def test_channels_last_weights(device, settings):

@@ -221,6 +221,13 @@ def test_presets_equal_the_oracle_at_every_call(device, preset):
     follow(History(shapes=((6, 8), (9,), (8, 6), (4, 3, 3)), calls=(Call(),) * 24, config=config, groups=(0, 0, 1, 1)), device)
 
 
+def test_stacks_of_matrices_by_rows_equal_the_oracle_at_every_call(device):
+    config = ZenFlowConfig(
+        topk_ratio=0.25, update_interval=3, channel_dim=0, full_warm_up_rounds=2, select_interval=3, min_numel=0
+    )
+    follow(History(shapes=((3, 5, 64), (6, 8), (2, 3, 65)), calls=(Call(),) * 16, config=config), device)
+
+
 def test_stronghold_equals_the_oracle_at_every_call(device):
     config = ZenFlowConfig(preset="stronghold", full_warm_up_rounds=0, min_numel=0, block_numel=60)
     follow(History(shapes=((6, 8), (9,), (8, 6), (4, 3, 3)), calls=(Call(),) * 10, config=config), device)

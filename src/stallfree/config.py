@@ -85,9 +85,10 @@ class ZenFlowConfig:
     """Calls between two selections of a block. A new selection takes effect at a close of the block's window."""
     channel_dim: Literal["auto"] | int | Mapping[str, int] = "auto"
     """Which axis of a `[out, -1]` weight counts channels: 1 input columns, 0 rows. "auto": rows for embedding tables and
-    output layers (by their names, or at least 8192 rows and 8 times as many as columns), columns otherwise. A mapping gives
-    the axis by a part of the parameter's name ("embed": 0); what it does not name is "auto". `channel_dims(model)` makes one
-    from the model's modules."""
+    output layers (by their names, or at least 8192 rows and 8 times as many as columns), and of each matrix of a stack
+    (experts, `[experts, out, in]` with rows of at least 64 elements); columns otherwise. A mapping gives the axis by a part of
+    the parameter's name ("embed": 0); what it does not name is "auto". `channel_dims(model)` makes one from the model's
+    modules."""
     score_decay: float = 0.9
     """Decay of the exponential mean of squared channel norms that ranks the channels."""
     min_numel: int = 16384

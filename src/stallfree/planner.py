@@ -30,8 +30,7 @@ class Plan:
     device_state: int
     device_staging: int
     device_gradients: int  # at most at once: of the largest block until they are staged, and of residents
-    down: int  # of gradients, to the host in a step; channels that change hands come on top
-    up: int  # of weights, to the device in a step at the largest S
+    down: int  # to the host in each step, without channels that change hands; up comes a part of that in S
 
     @property
     def host(self) -> int:
@@ -82,7 +81,6 @@ def plan(named: Named, config: ZenFlowConfig, device: str | None = None) -> Plan
         device_staging=staging,
         device_gradients=gradients,
         down=down,
-        up=down // config.max_update_interval,
     )
 
 

@@ -164,7 +164,8 @@ def test_a_directory_with_a_configuration(bench, tmp_path):
     (tmp_path / "model" / "config.json").write_text("{")
     code, _, err, _ = bench("--modes", "floor", model=tmp_path / "model")
     assert code == 2
-    assert "config.json cannot be read" in err
+    assert "the config.json in" in err
+    assert "cannot be loaded" in err
 
 
 def test_the_command_can_be_repeated():

@@ -50,7 +50,7 @@ class Net(nn.Module):
     SHAPES = (
         {"up": (8, 6), "bias": (8,)},
         {"down": (5, 8), "bias": (5,), "narrow": (1, 6)},
-        {"gate": (12, 4), "norm": (7,), "kernel": (4, 2, 3)},
+        {"gate": (12, 4), "norm": (7,), "kernel": (4, 2, 3), "experts": (5, 2, 64)},
     )
     EMBED = (10, 4)
 

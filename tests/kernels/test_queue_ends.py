@@ -122,6 +122,28 @@ del block
     subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
 
 
+def test_a_process_ends_in_the_middle_of_a_replay_that_calls_torch():
+    """A Python thread that comes back from torch when the interpreter is gone would abort the process."""
+    program = f"""
+import sys, time, torch
+sys.path.insert(0, {os.path.dirname(__file__)!r})
+from queue_cases import make_block, make_window, word
+from stallfree.kernels.queue import TorchQueue
+from stallfree.kernels.replay import TorchReplay
+
+class Slow(TorchReplay):
+    def replay(self, job):
+        a, end = torch.ones(600, 600), time.monotonic() + 0.8
+        while time.monotonic() < end:
+            a @ a
+
+queue = TorchQueue(Slow(), word())
+queue.submit([make_window(make_block())])
+time.sleep(0.2)
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100)
+
+
 def test_a_forked_child_is_refused_and_ends_nothing(start):
     queue, block = start(), make_block()
     finish(queue, make_window(block))

@@ -24,6 +24,7 @@ STATE = ("master", "exp_avg", "exp_avg_sq")  # AdamW's, of an element
 EVEN = 1.2  # the busiest call may have so many times what it has with smaller blocks
 SHARES = 2  # of topk_ratio, for a rank that holds some of the channels: the best are not spread evenly
 TABLE_NAMES = re.compile(r"embed|wte|wpe|word_embeddings|lookup|lm_head", re.IGNORECASE)
+MATRIX_ROW = 64  # a parameter with three axes whose last one is at least so long is a stack of matrices, as of experts
 TABLE_ROWS, TABLE_RATIO = 8192, 8  # a parameter with that many rows, that many times its columns, is a table by any name
 
 
@@ -52,7 +53,7 @@ class Weight:
 
     param: nn.Parameter
     name: str
-    channel_dim: int  # of the [out, -1] view: 1 input columns, 0 rows
+    channel_dim: int  # of the weight viewed as rows and columns (`row_axes`): 1 input columns, 0 rows
     selected_count: int  # channels the device holds once the first selection is made
     key: int  # place among all weights; keys the stochastic rounding
 
@@ -64,8 +65,10 @@ class Weight:
         self.form = (part.shape, part.stride(), part.dtype, part.device)  # of what stands in `.grad`
         self.whole_numel = self.param.numel()  # on all ranks: blocks and phases follow from it, so that they are the same
         self.spread: Groups = groups_of(self.param)  # over which its squared norm adds up
-        self.split: Groups = groups_of(self.param, self.channel_dim)  # over which a channel's does
-        self.channels = self.shape[0] if self.channel_dim == 0 else self.numel // self.shape[0]
+        self.row_axes = row_axes(self.param, self.channel_dim)
+        self.channel_axes = self.channel_dim, self.row_axes
+        self.split: Groups = groups_of(self.param, self.channel_axes)  # over which a channel's does
+        self.channels = _channels(shard, self.channel_dim, self.row_axes)
         self.length = self.numel // self.channels
 
     @property
@@ -79,7 +82,7 @@ class Weight:
 
     def rows_of(self, tensor: Tensor) -> Tensor:
         """Channel-major view `[channels, length]` of a tensor shaped like the parameter (a copy if no view exists)."""
-        flat = tensor.detach().reshape(tensor.shape[0], -1)
+        flat = tensor.detach().reshape(tensor.shape[: self.row_axes].numel(), -1)
         return flat.t() if self.channel_dim == 1 else flat
 
     def shaped(self, rows: Tensor) -> Tensor:
@@ -148,8 +151,8 @@ def kind_of(name: str, param: Tensor) -> str:
 def channel_dims(model: nn.Module) -> dict[str, int]:
     """The channel axis of every weight, read off the modules that own them, for `ZenFlowConfig(channel_dim=...)`.
 
-    As "auto" has it, and better where a module tells more than a name: rows for every embedding table, and for weights that
-    store input channels as rows (GPT-2's Conv1D).
+    As "auto" has it, and better where a module tells more than name and shape: rows for every embedding table, and for weights
+    that store input channels as rows (GPT-2's Conv1D); columns for convolutions.
 
     >>> channel_dims(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 3)))
     {'0.weight': 0, '1.weight': 1}
@@ -162,7 +165,8 @@ def channel_dims(model: nn.Module) -> dict[str, int]:
                 continue
             transposed = type(module).__name__ == "Conv1D" and param.dim() == 2 and hasattr(module, "nf")
             by_rows = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or transposed
-            axis = 0 if by_rows else channel_dim_of(name, param, "auto")
+            convolves = isinstance(module, (nn.Conv1d, nn.ConvTranspose1d))  # never a stack, however long its kernel
+            axis = 0 if by_rows else 1 if convolves else channel_dim_of(name, param, "auto")
             axes[name] = seen.setdefault(id(param), axis)  # tied weights: whoever comes first, the embedding
     return axes
 
@@ -184,7 +188,7 @@ def channel_dim_of(name: str, param: Tensor, setting: Any) -> int:
         return int(setting)
     rows, columns = param.shape[0], param.numel() // max(param.shape[0], 1)
     table = bool(TABLE_NAMES.search(name)) or (rows >= TABLE_ROWS and rows >= TABLE_RATIO * columns)
-    return 0 if table and param.dim() == 2 else 1
+    return 0 if (table and param.dim() == 2) or _is_stack(param) else 1
 
 
 def classify(
@@ -197,9 +201,10 @@ def classify(
         small = param.dim() < 2 or param.numel() < max(config.min_numel, 1)
         if not small and shard_of(param).is_contiguous():
             axis = channel_dim_of(name, param, config.channel_dim)
-            channels = _channels(param, axis)
+            axes = row_axes(param, axis)
+            channels = _channels(param, axis, axes)
             if round(config.topk_ratio * channels) < channels:
-                here = _channels(shard_of(param), axis)
+                here = _channels(shard_of(param), axis, axes)
                 share = config.topk_ratio * (1 if here == channels else SHARES)
                 selected = min(round(share * here), here - 1)
                 weights.append(Weight(param, name, axis, selected, first_key + len(weights)))
@@ -208,8 +213,18 @@ def classify(
     return residents, weights
 
 
-def _channels(tensor: Tensor, channel_dim: int) -> int:
-    return tensor.shape[0] if channel_dim == 0 else tensor.numel() // tensor.shape[0]
+def row_axes(param: Tensor, channel_dim: int) -> int:
+    """How many leading axes number the rows of a weight: 1, or 2 of a stack of matrices, each row of which is a channel."""
+    return 2 if channel_dim == 0 and _is_stack(param) else 1
+
+
+def _is_stack(param: Tensor) -> bool:
+    return param.dim() == 3 and param.shape[-1] >= MATRIX_ROW
+
+
+def _channels(tensor: Tensor, channel_dim: int, row_axes: int) -> int:
+    rows = tensor.shape[:row_axes].numel()
+    return rows if channel_dim == 0 else tensor.numel() // rows
 
 
 def build_blocks(weights: Sequence[Weight], config: ZenFlowConfig) -> list[Block]:

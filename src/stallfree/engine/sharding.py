@@ -211,21 +211,25 @@ def whole(param: Param, local: Tensor) -> Tensor:
     return _dtensor(param._spec, local, param.shape)
 
 
-def whole_channels(param: Param, channel_dim: int, local: Tensor) -> Tensor:
-    """Likewise for one number per channel of the rank's part: `[rows]`, or the shape of a row."""
+def whole_channels(param: Param, channels: tuple[int, int], local: Tensor) -> Tensor:
+    """Likewise for one number per channel of the rank's part: in the shape of the rows' axes, or of the others.
+
+    channels: `channel_dim`, and how many axes number the rows.
+    """
     if not is_sharded(param):
         return local
     from torch.distributed.tensor import DTensor, Replicate
 
     part: DTensor = param._local_tensor
-    shape, mine = (param.shape[:1], part.shape[:1]) if channel_dim == 0 else (param.shape[1:], part.shape[1:])
+    channel_dim, rows = channels
+    shape, mine = (size[:rows] if channel_dim == 0 else size[rows:] for size in (param.shape, part.shape))
     placements = []
     for placement in param.placements:
         axis = getattr(placement, "dim", None)
-        if axis is None or (axis == 0) != (channel_dim == 0):
+        if axis is None or (axis < rows) != (channel_dim == 0):
             placements.append(Replicate())
         else:
-            placements.append(_moved(placement, axis - channel_dim))
+            placements.append(_moved(placement, axis - channel_dim * rows))
     spec = type(param._spec)(param.device_mesh, tuple(placements))
     return _dtensor(spec, local[: mine.numel()].view(mine), shape)
 
@@ -291,14 +295,14 @@ def rank_in(param: Param) -> int:
     return number
 
 
-def groups_of(param: Param, channel_dim: int | None = None) -> Groups:
-    """The groups over which numbers of the parts add up: of the parameter, or of one of its channels."""
+def groups_of(param: Param, channels: tuple[int, int] | None = None) -> Groups:
+    """The groups over which numbers of the parts add up: of the parameter, or of one of its channels (`whole_channels`)."""
     if not is_sharded(param):
         return ()
     groups = []
     for dim, placement in enumerate(param.placements):
         axis = getattr(placement, "dim", None)
-        splits = axis is not None and (channel_dim is None or (axis == 0) == (channel_dim == 1))
+        splits = axis is not None and (channels is None or (axis < channels[1]) == (channels[0] == 1))
         if splits and param.device_mesh.size(dim) > 1:
             groups.append(param.device_mesh.get_group(dim))
     return tuple(groups)

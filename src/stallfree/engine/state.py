@@ -35,7 +35,7 @@ def populate(engine: Engine, into: MutableMapping[Any, Any]) -> None:
     """Views of the live state, there from construction on."""
     for param, state in engine.weights.items():
         into[param] = {name: whole(param, state.weight.shaped(getattr(state.host, name))) for name in STATE}
-        into[param]["step"] = whole_channels(param, state.weight.channel_dim, state.host.steps)
+        into[param]["step"] = whole_channels(param, state.weight.channel_axes, state.host.steps)
     for param, resident in engine.residents.items():
         into[param] = {name: whole(param, getattr(resident, name)) for name in STATE}
         into[param]["step"] = resident.steps[:1]
@@ -114,7 +114,7 @@ def _export_weight(block: BlockState, state: WeightState) -> Entry:
     exported: Entry = {
         "layout": layout_of(param),
         "published": param.detach(),
-        "score": whole_channels(param, state.weight.channel_dim, half.nobody.channels_of(half.score, place)),
+        "score": whole_channels(param, state.weight.channel_axes, half.nobody.channels_of(half.score, place)),
         "schedule": {
             "interval": block.schedule.interval,
             "last_selection": block.schedule.last_selection,

