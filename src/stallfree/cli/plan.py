@@ -17,6 +17,7 @@ from stallfree import planner
 from stallfree.cli.bench.modes import parse_mode
 from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.bench.shapes import SHAPES, build_model, model_config
+from stallfree.cli.bench.table import breakable
 from stallfree.cli.errors import UsageError, did_you_mean
 from stallfree.cli.flags import first_mistake, flag, setting
 from stallfree.config import PRESETS, ZenFlowConfig
@@ -205,7 +206,7 @@ def _show(needs: Mapping[str, Need], gpu: int | None, host: int, narrow: bool) -
         words = name in ("mode", "verdict")
         table.add_column(title, justify="left" if words else "right", no_wrap=name != "mode", style=" ".join(style))
     for text, need in needs.items():
-        cells = _cells(need) | {"mode": text.replace(":", ": ").replace(",", ", "), "verdict": need.verdict(gpu, host)}
+        cells = _cells(need) | {"mode": breakable(text), "verdict": need.verdict(gpu, host)}
         table.add_row(*[cells[name] for name, *_ in shown])
     Console(highlight=False, markup=False, width=None if narrow else WIDTH).print(table)
 

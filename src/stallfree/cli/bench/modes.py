@@ -82,7 +82,7 @@ def parse_mode(text: str) -> Mode:
         raise UsageError(f"mode {text!r}: there is no {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}")
     given: dict[str, Any] = {}
     for item in rest.split(",") if colon else ():
-        setting, equals, value = item.partition("=")
+        setting, equals, value = (part.strip() for part in item.partition("="))
         if not setting or not equals:
             raise UsageError(f"mode {text!r}: write NAME:SETTING=VALUE,..., as in stallfree:update_interval=4,topk_ratio=0.2")
         if setting == "preset":

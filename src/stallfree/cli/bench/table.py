@@ -44,11 +44,11 @@ def show_table(rows: list[dict[str, Any]], width: int) -> None:
 
 def _cells(entry: dict[str, Any]) -> list[str]:
     if "mean_ms" not in entry:
-        return [entry["mode"], *["–"] * (len(COLUMNS) - 1)]
+        return [breakable(entry["mode"]), *["–"] * (len(COLUMNS) - 1)]
     rounds = entry["round_ms"]
     growth = [entry[name] for name in ("host_growth_MiB", "device_growth_MiB") if name in entry]
     return [
-        entry["mode"],
+        breakable(entry["mode"]),
         f"{entry['mean_ms']:.1f}",
         _number(entry.get("ratio"), ".3f"),
         f"{min(rounds):.1f}–{max(rounds):.1f}",
@@ -63,6 +63,11 @@ def _cells(entry: dict[str, Any]) -> list[str]:
         _number(entry.get("device_peak_GiB"), ".2f"),
         ", ".join(f"{value:.0f}" for value in growth),
     ]
+
+
+def breakable(mode: str) -> str:
+    """With room to break lines between settings."""
+    return mode.replace(":", ": ").replace(",", ", ")
 
 
 def _number(value: float | None, form: str) -> str:

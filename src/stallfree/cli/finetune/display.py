@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stallfree.cli.finetune.evaluation import Evaluation
 
 LINES_PER_RUN = 20  # without a terminal
+BAR_WIDTH = 8  # leaves room for the numbers in 80 columns
 
 
 class Unheard:
@@ -56,7 +57,7 @@ class Display:
         self._steps = steps
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=BAR_WIDTH),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
@@ -100,7 +101,7 @@ class Display:
 def _numbers(record: dict[str, Any]) -> str:
     parts = [f"loss {record['loss']:.4f}", f"{record['tokens'] / record['seconds']:,.0f} tok/s"]
     if "rho" in record:
-        parts.append(f"rho {record['rho']:.3f}")
+        parts.append("warm-up" if record.get("warming_up") else f"rho {record['rho']:.3f}")
     if "stall_ms" in record:
         parts.append(f"stall {record['stall_ms']:.0f} ms")
     return "  ".join(parts)

@@ -274,8 +274,9 @@ class Run:
         assert before.samples is not None
         assert after.samples is not None
         mark = f"  ({verdict(after.sample_scores[0])})" if after.sample_scores else ""
-        prompt = self.evaluator.prompts[0].text
-        self.display.note(f"prompt: {prompt}\nbefore: {before.samples[0]}\nafter:  {after.samples[0]}{mark}")
+        texts = self.evaluator.prompts[0].text, before.samples[0], after.samples[0]
+        prompt, first, last = (" ".join(text.split()) for text in texts)  # each on a line; the report has them as they are
+        self.display.note(f"prompt: {prompt}\nbefore: {first}\nafter:  {last}{mark}")
         line = f"held-out loss {before.loss:.4f} -> {after.loss:.4f}"
         if before.score is not None and after.score is not None:
             line += (

@@ -251,8 +251,11 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _assignments(texts: list[str]) -> dict[str, str]:
     """`["topk_ratio=0.2"]` -> `{"topk_ratio": "0.2"}`."""
-    if bad := [text for text in texts if "=" not in text]:
-        raise UsageError(f"--set {bad[0]}: write NAME=VALUE, as in --set topk_ratio=0.2")
+    for text in texts:
+        if "=" not in text:
+            raise UsageError(f"--set {text}: write NAME=VALUE, as in --set topk_ratio=0.2")
+        if text.count("=") > 1:
+            raise UsageError(f"--set {text}: write --set for each, as in --set topk_ratio=0.2 --set update_interval=4")
     pairs = dict(text.split("=", 1) for text in texts)
     for name, value in pairs.items():
         _check_assignment(f"--set {name}={value}", name)
