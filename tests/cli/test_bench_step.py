@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from stallfree import ZenFlowAdamW, ZenFlowConfig, channel_dims, planner
+from stallfree import ZenFlowConfig, channel_dims, planner
 from stallfree.cli import main
 from stallfree.cli.bench import fit, modes, run, trace
-from stallfree.cli.bench.idle import take_host_away
 from stallfree.cli.bench.measure import LocalRunner
 from stallfree.cli.bench.modes import PEERS, parse_mode
 from stallfree.cli.bench.peers import deepspeed_settings
@@ -231,31 +230,6 @@ def test_the_same_bytes_go_both_ways_with_an_idle_host(bench):
     _, own, idle = found["rows"]
     for way in ("down", "up"):
         assert idle[f"{way}_bytes_per_parameter"] == own[f"{way}_bytes_per_parameter"] > 0
-
-
-@pytest.mark.parametrize("kernel", ["native", "torch"])
-def test_an_idle_host_replays_nothing_and_hands_channels_over(kernel):
-    """The weights of deferred channels stay as they are, those of selected ones are trained."""
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 48, bias=False), torch.nn.Linear(48, 64, bias=False))
-    config = dict(update_interval=2, full_warm_up_rounds=2, select_interval=4, min_numel=0, host_kernel=kernel)
-    optimizer = ZenFlowAdamW(model.named_parameters(), lr=1e-2, topk_ratio=0.25, **config)
-    take_host_away(optimizer)
-    before = [param.detach().clone() for param in model.parameters()]
-    ever = [torch.zeros(param.shape[1], dtype=torch.bool) for param in model.parameters()]  # selected at some time
-    for _ in range(20):
-        model(torch.randn(8, 64)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        for state, chosen in zip(optimizer.engine.weights.values(), ever, strict=True):
-            chosen[state.block.half.installed.selected[state.place]] = True
-    assert optimizer.engine.worker.queue.stats().elements == 0
-    assert optimizer.metrics()["reselections_total"] > 4
-    for old, param, chosen in zip(before, model.parameters(), ever, strict=True):
-        assert 0 < chosen.sum() < len(chosen)
-        changed = (old != param).any(dim=0)
-        assert torch.equal(changed, chosen)
-    optimizer.close()
 
 
 def test_apart_the_floor_is_measured_beside_each_mode(bench):
