@@ -221,10 +221,12 @@ def _check_entry(config: ZenFlowConfig, item: Resident | Weight, saved: Entry, a
     for name in FIXED:
         ours, theirs = getattr(config, name), saved["config"][name]
         if ours != theirs and not (any_room and name == "max_update_interval"):
-            raise ValueError(
-                f"the state_dict was saved with {name}={theirs!r}, this optimizer has {name}={ours!r}; use the same setting"
-                + (" (update_interval may differ)" if name == "max_update_interval" else "")
+            way = (
+                f"give {name}={theirs!r}; update_interval may be any up to that"
+                if name == "max_update_interval"
+                else "use the same setting"
             )
+            raise ValueError(f"the state_dict was saved with {name}={theirs!r}, this optimizer has {name}={ours!r}; {way}")
     if ("channel_dim" in saved) != isinstance(item, Weight):
         raise ValueError(
             f"{label} is resident on one side only: use the same min_numel and topk_ratio as when the state was saved"

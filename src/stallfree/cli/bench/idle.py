@@ -19,7 +19,8 @@ class Aside:
 
     def __init__(self, kernel: BlockKernel, blocks: Sequence[BlockState]) -> None:
         self._kernel = kernel
-        room = torch.empty(max(block.block.numel for block in blocks), dtype=torch.float32, device=blocks[0].half.device)
+        size = max(block.block.numel * block.block.dtype.itemsize for block in blocks)
+        room = torch.empty(-(-size // 8), dtype=torch.int64, device=blocks[0].half.device)
         self._instead: dict[int, Tensor] = {}  # by a weight's address: all blocks share the room
         for block in blocks:
             parts = room.view(block.block.dtype)[: block.block.numel].split([shard.numel() for shard in block.block.shards])
