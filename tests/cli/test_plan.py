@@ -173,6 +173,9 @@ def test_a_stack_of_experts_has_no_channels_of_a_few_elements(tmp_path, plan):
         numel, needs = work_out(settings, LARGE)
         assert needs["stallfree:update_interval=4"].plan.device_state == pytest.approx(1.4 * numel, rel=0.05)
         assert needs["zero-offload"].plan.device_state < 0.1 * numel
+    _, shards = work_out(settings.model_copy(update={"gpus": 4}), LARGE)
+    whole, part = (found["stallfree:update_interval=4"].plan.device_state for found in (needs, shards))
+    assert part == pytest.approx(whole / 4, rel=0.05), "as many rows of those that a rank has"
 
 
 def test_code_in_a_model_directory_is_never_run(tmp_path, plan, monkeypatch):

@@ -22,7 +22,7 @@ from stallfree.kernels.block import Segment
 ALIGNMENT = 64  # elements
 STATE = ("master", "exp_avg", "exp_avg_sq")  # AdamW's, of an element
 EVEN = 1.2  # the busiest call may have so many times what it has with smaller blocks
-SHARES = 2  # of topk_ratio, for a rank that holds some of the channels: the best are not spread evenly
+SHARES = 2  # of topk_ratio, for a rank that holds some of a table's channels: the best are not spread evenly
 TABLE_NAMES = re.compile(r"embed|wte|wpe|word_embeddings|lookup|lm_head", re.IGNORECASE)
 MATRIX_ROW = 64  # a parameter with three axes whose last one is at least so long is a stack of matrices, as of experts
 TABLE_ROWS, TABLE_RATIO = 8192, 8  # a parameter with that many rows, that many times its columns, is a table by any name
@@ -205,7 +205,7 @@ def classify(
             channels = _channels(param, axis, axes)
             if round(config.topk_ratio * channels) < channels:
                 here = _channels(shard_of(param), axis, axes)
-                share = config.topk_ratio * (1 if here == channels else SHARES)
+                share = config.topk_ratio * (SHARES if here < channels and axes == 1 else 1)
                 selected = min(round(share * here), here - 1)
                 weights.append(Weight(param, name, axis, selected, first_key + len(weights)))
                 continue
