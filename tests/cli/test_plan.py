@@ -175,7 +175,7 @@ def test_a_stack_of_experts_has_no_channels_of_a_few_elements(tmp_path, plan):
         assert needs["zero-offload"].plan.device_state < 0.1 * numel
     _, shards = work_out(settings.model_copy(update={"gpus": 4}), LARGE)
     whole, part = (found["stallfree:update_interval=4"].plan.device_state for found in (needs, shards))
-    assert part == pytest.approx(whole / 4, rel=0.05), "as many rows of those that a rank has"
+    assert part == pytest.approx(whole / 4, rel=0.15), "as many rows of the experts that a rank has; of the tables twice"
 
 
 def test_code_in_a_model_directory_is_never_run(tmp_path, plan, monkeypatch):
