@@ -252,6 +252,7 @@ SHAPES = st.one_of(
     st.tuples(SIDES, SIDES),
     st.tuples(SIDES),
     st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(1, 3)),
+    st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([64, 65])),  # a stack of matrices
     st.just(()),
 )
 

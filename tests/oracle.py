@@ -26,13 +26,22 @@ def hyper_of(group: dict[str, Any]) -> Hyper:
     return {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
 
 
+def is_stack(tensor: Tensor) -> bool:
+    """Of matrices: experts, say."""
+    return tensor.dim() == 3 and tensor.shape[2] >= 64
+
+
+def axis_of(tensor: Tensor, config: Any) -> int:
+    """The channel axis of a parameter without a name."""
+    return config.channel_dim if isinstance(config.channel_dim, int) else 0 if is_stack(tensor) else 1
+
+
 def channel_major(tensor: Tensor, dim: int) -> Tensor:
     """`[out, -1]` with axis `dim` first; a resident parameter (1-D, scalar) is one channel.
 
     Of a stack of matrices, by rows every row is one.
     """
-    stack = tensor.dim() == 3 and tensor.shape[2] >= 64 and dim == 0
-    rows = tensor.shape[:2].numel() if stack else tensor.shape[0] if tensor.dim() >= 2 else 1
+    rows = tensor.shape[:2].numel() if is_stack(tensor) and dim == 0 else tensor.shape[0] if tensor.dim() >= 2 else 1
     matrix = tensor.reshape(rows, -1)
     return matrix.t() if dim == 1 and tensor.dim() >= 2 else matrix
 
@@ -296,11 +305,10 @@ class Oracle:
 def oracle_of(optimizer: Any, config: Any, *, dims: list[int] | None = None, dtype: torch.dtype = torch.float64) -> Oracle:
     """An oracle for a fresh optimizer: its parameters in the order of its groups, its blocks and phases, its weights.
 
-    dims: channel axis of each parameter; by default `config.channel_dim`, or 1 (columns) if that is "auto".
+    dims: channel axis of each parameter; by default `axis_of` it.
     """
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    default = config.channel_dim if isinstance(config.channel_dim, int) else 1
-    dims = dims or [default] * len(params)
+    dims = dims or [axis_of(p, config) for p in params]
     index = {id(p): i for i, p in enumerate(params)}
     blocks = [(block.phase, [index[id(p)] for p in block.params]) for block in optimizer.engine.blocks]
     selected = [selected_count(p, dim, config) for p, dim in zip(params, dims, strict=True)]

@@ -25,11 +25,11 @@ def history_of(name: str, dtype: str = "fp32", calls: int = 24) -> History:
     config = ZenFlowConfig(min_numel=0, block_numel=50, **SETTINGS[name])
     cycle = (Call(), Call(lr_factor=0.5), Call(missing=frozenset([1])), Call(lr_factor=0.1))
     return History(
-        shapes=((6, 8), (5,), (8, 6), (3, 4, 2), ()),
+        shapes=((6, 8), (5,), (8, 6), (3, 4, 2), (), (2, 3, 64)),
         calls=(cycle * calls)[:calls],
         config=config,
-        dtypes=(dtype,) * 5,
-        groups=(0, 1, 1, 0, 0),
+        dtypes=(dtype,) * 6,
+        groups=(0, 1, 1, 0, 0, 1),
     )
 
 

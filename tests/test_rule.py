@@ -19,7 +19,7 @@ from histories import (
 )
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import Oracle, oracle_of, selected_count
+from oracle import Oracle, axis_of, oracle_of, selected_count
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
 
@@ -34,7 +34,7 @@ def oracle_for(history: History, *, per_block: int = 2, dtype: torch.dtype = tor
     count = len(weights)
     members = [list(range(i, min(i + per_block, count))) for i in range(0, count, per_block)]
     blocks = [((phases[b] if phases else b) if config.stagger else 0, held) for b, held in enumerate(members)]
-    dims = [config.channel_dim if isinstance(config.channel_dim, int) else 1] * count
+    dims = [axis_of(weight, config) for weight in weights]
     selected = [selected_count(w, d, config) for w, d in zip(weights, dims, strict=True)]
     return Oracle(weights, blocks, dims=dims, selected=selected, config=config, dtype=dtype)
 
