@@ -15,13 +15,15 @@ from stallfree.cli.bench import fit, modes, run, trace
 from stallfree.cli.bench.measure import LocalRunner
 from stallfree.cli.bench.modes import PEERS, parse_mode
 from stallfree.cli.bench.peers import deepspeed_settings
-from stallfree.cli.bench.settings import BenchSettings, command_line, load_settings
+from stallfree.cli.bench.settings import BenchSettings, command_line
 from stallfree.cli.bench.shapes import SHAPES, build_model, model_config
 from stallfree.cli.bench.trace import CLOCK, CLOCK_MARKS, HOST, record_trace
 from stallfree.cli.bench.worker import PeerError, RemoteRunner
 from stallfree.cli.errors import UsageError
 from stallfree.cli.flags import DEBUG, flag, markdown_table
 from stallfree.limits import GIB
+
+settings_of = BenchSettings.model_validate
 
 QUICK = dict(model="tiny", batch=1, seq=16, rounds=2, steps=4, warm_up=6, dtype="float32", device="cpu")
 
@@ -54,9 +56,9 @@ def test_modes_are_names_with_settings():
     zenflow = parse_mode("deepspeed-zenflow:update_interval=2")
     assert zenflow.options == PEERS["deepspeed-zenflow"].options | {"update_interval": 2}
     assert parse_mode("idle-host:update_interval=8").config == ZenFlowConfig(update_interval=8)
-    section = deepspeed_settings(zenflow, load_settings({}))["zero_optimization"]["zenflow"]
+    section = deepspeed_settings(zenflow, settings_of({}))["zero_optimization"]["zenflow"]
     assert (section["update_interval"], section["topk_ratio"]) == (2, 0.1)
-    assert "zenflow" not in deepspeed_settings(parse_mode("deepspeed-zero-offload"), load_settings({}))["zero_optimization"]
+    assert "zenflow" not in deepspeed_settings(parse_mode("deepspeed-zero-offload"), settings_of({}))["zero_optimization"]
 
 
 @pytest.mark.parametrize(
@@ -146,18 +148,18 @@ def test_output_is_checked_first(bench, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name, parameters", [("0.5b", 494.0e6), ("1.5b", 1543.7e6), ("3b", 3085.9e6), ("7b", 7615.6e6)])
 def test_shapes_are_those_of_qwen(name, parameters):
-    settings = load_settings({"model": name})
+    settings = settings_of({"model": name})
     model = build_model(model_config(settings), settings, "meta")
     assert sum(param.numel() for param in model.parameters()) == pytest.approx(parameters, rel=1e-4)
     assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
 
 
 def test_a_directory_with_a_configuration(bench, tmp_path):
-    config = model_config(load_settings({"model": "tiny"}))
+    config = model_config(settings_of({"model": "tiny"}))
     config.save_pretrained(tmp_path / "model")
     code, _, _, found = bench("--gradient-checkpointing", "--modes", "floor", model=tmp_path / "model", steps=1, rounds=1)
     assert code == 0
-    settings = load_settings(QUICK)
+    settings = settings_of(QUICK)
     expected = sum(param.numel() for param in build_model(config, settings, "meta").parameters())
     assert found["rows"][0]["parameters"] == expected
     (tmp_path / "model" / "config.json").write_text("{")
@@ -168,7 +170,7 @@ def test_a_directory_with_a_configuration(bench, tmp_path):
 
 
 def test_the_command_can_be_repeated():
-    settings = load_settings({"model": "tiny", "apart": True, "modes": ["floor", "stallfree:lag=1"], "steps": "7"})
+    settings = settings_of({"model": "tiny", "apart": True, "modes": ["floor", "stallfree:lag=1"], "steps": "7"})
     assert command_line(settings) == "stallfree bench step --model tiny --modes floor stallfree:lag=1 --steps 7 --apart"
 
 
@@ -199,7 +201,7 @@ def test_a_run_in_turns(bench, tmp_path):
         assert entry["floor_round_ms"] == floor["round_ms"]
         assert 0 < entry["median_ms"] <= entry["p99_ms"] <= entry["max_ms"]
         assert "device_peak_GiB" not in entry
-    settings = load_settings(QUICK)
+    settings = settings_of(QUICK)
     model = build_model(model_config(settings), settings, "meta")
     deferred = sum(param.numel() for param in model.parameters() if param.numel() >= 16384)
     offload, own = rows["zero-offload"], rows["stallfree:update_interval=4"]
@@ -304,7 +306,7 @@ def test_a_warm_up_that_is_too_short_is_noted(bench):
 
 
 def test_a_process_of_its_own_takes_turns():
-    settings = load_settings(QUICK | {"modes": ["adamw"]})
+    settings = settings_of(QUICK | {"modes": ["adamw"]})
     runner = RemoteRunner(parse_mode("adamw"), settings)
     try:
         assert runner.build().parameters == 361_600
@@ -331,7 +333,7 @@ def test_a_peer_takes_turns_with_the_others(bench, monkeypatch):
 
 
 def test_a_process_of_its_own_says_why_it_failed():
-    runner = RemoteRunner(SimpleNamespace(text="nothing"), load_settings(QUICK))
+    runner = RemoteRunner(SimpleNamespace(text="nothing"), settings_of(QUICK))
     try:
         with pytest.raises(PeerError, match=r"UsageError: mode 'nothing': there is no 'nothing'"):
             runner.build()
@@ -354,7 +356,7 @@ def test_what_fits_at_once():
 
 
 def test_a_mode_s_needs_are_the_planner_s():
-    settings = load_settings({"model": "1.5b"})
+    settings = settings_of({"model": "1.5b"})
     model = build_model(model_config(settings), settings, "meta")
     count = sum(param.numel() for param in model.parameters())
     assert fit.needs(parse_mode("floor"), model, "cuda") == fit.Need(2 * count, 0, False)

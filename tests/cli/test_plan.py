@@ -9,10 +9,10 @@ import torch
 
 from stallfree import ZenFlowConfig, channel_dims, planner
 from stallfree.cli import main
-from stallfree.cli.bench.settings import load_settings as bench_settings
+from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.bench.shapes import build_model, model_config
 from stallfree.cli.flags import DEBUG, markdown_table
-from stallfree.cli.plan import DEFAULT, Need, PlanSettings, load_settings, work_out
+from stallfree.cli.plan import DEFAULT, Need, PlanSettings, work_out
 from stallfree.limits import GIB
 
 PAGE = Path(__file__).parents[2] / "docs" / "plan.md"
@@ -32,9 +32,9 @@ def plan(capfd):
 
 
 def test_the_numbers_are_the_planner_s():
-    settings = load_settings({"model": "1.5b", "modes": ["stallfree:update_interval=4"]})
+    settings = PlanSettings.model_validate({"model": "1.5b", "modes": ["stallfree:update_interval=4"]})
     numel, needs = work_out(settings, LARGE)
-    shape = bench_settings({"model": "1.5b"})
+    shape = BenchSettings.model_validate({"model": "1.5b"})
     model = build_model(model_config(shape), shape, "meta")
     config = ZenFlowConfig(update_interval=4, channel_dim=channel_dims(model))
     need = needs["stallfree:update_interval=4"]
@@ -48,11 +48,11 @@ def test_the_numbers_are_the_planner_s():
 def test_a_rank_of_several_needs_its_shards():
     """The first one's, which are the largest; of the host's memory all ranks need a share."""
     alone, shared = (
-        work_out(load_settings({"model": "0.5b", "gpus": gpus, "modes": ["stallfree:update_interval=4"]}), LARGE)
+        work_out(PlanSettings.model_validate({"model": "0.5b", "gpus": gpus, "modes": ["stallfree:update_interval=4"]}), LARGE)
         for gpus in (1, 3)
     )
     assert alone[0] == shared[0]
-    shape = bench_settings({"model": "0.5b"})
+    shape = BenchSettings.model_validate({"model": "0.5b"})
     shapes = [param.shape for param in build_model(model_config(shape), shape, "meta").parameters()]
     need = shared[1]["stallfree:update_interval=4"]
     assert need.weights == sum(2 * -(-shape[0] // 3) * shape[1:].numel() for shape in shapes)
@@ -70,7 +70,7 @@ def test_room_is_what_the_host_given_has():
     """With update_interval="auto" the largest S is one that fits."""
     rooms = []
     for host in (LARGE, 11 * GIB, 1 * GIB):
-        _, needs = work_out(load_settings({"model": "0.5b", "modes": ["stallfree"]}), host)
+        _, needs = work_out(PlanSettings.model_validate({"model": "0.5b", "modes": ["stallfree"]}), host)
         rooms.append(needs["stallfree"].plan.config.max_update_interval)
     assert rooms == [8, 4, 2]
 
@@ -169,7 +169,7 @@ def test_a_stack_of_experts_has_no_channels_of_a_few_elements(tmp_path, plan):
     config |= dict(num_attention_heads=4, num_key_value_heads=2, vocab_size=1000, architectures=["MixtralForCausalLM"])
     (tmp_path / "config.json").write_text(json.dumps(config))
     for model in (tmp_path, tmp_path / "config.json"):
-        settings = load_settings({"model": str(model), "modes": ["stallfree:update_interval=4", "zero-offload"]})
+        settings = PlanSettings.model_validate({"model": str(model), "modes": ["stallfree:update_interval=4", "zero-offload"]})
         numel, needs = work_out(settings, LARGE)
         assert needs["stallfree:update_interval=4"].plan.device_state == pytest.approx(1.4 * numel, rel=0.05)
         assert needs["zero-offload"].plan.device_state < 0.1 * numel

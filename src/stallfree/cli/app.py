@@ -18,12 +18,10 @@ from rich.markup import escape
 
 from stallfree import __version__
 from stallfree.cli.bench.settings import BenchSettings
-from stallfree.cli.bench.settings import load_settings as load_bench_settings
 from stallfree.cli.errors import OTHER_NAMES, UsageError, did_you_mean
 from stallfree.cli.finetune.settings import FinetuneSettings, load_settings
-from stallfree.cli.flags import ACTIONS, DEBUG, flag, typer_command
+from stallfree.cli.flags import ACTIONS, DEBUG, flag, typer_command, validated
 from stallfree.cli.plan import PlanSettings, make_plan
-from stallfree.cli.plan import load_settings as load_plan_settings
 from stallfree.config import FIELDS
 
 EXIT_USAGE = 2
@@ -79,7 +77,7 @@ def bench_step(given: dict[str, Any]) -> None:
     from stallfree.cli.bench.run import bench_step as run
 
     given.pop("debug", None)  # read by main(), which also sees errors in the flags
-    raise typer.Exit(run(load_bench_settings(given)))
+    raise typer.Exit(run(validated(BenchSettings, given)))
 
 
 def plan(given: dict[str, Any]) -> None:
@@ -88,7 +86,7 @@ def plan(given: dict[str, Any]) -> None:
     A mode is a preset with settings: stallfree:update_interval=4,moments_dtype=bfloat16. docs/plan.md has an example.
     """
     given.pop("debug", None)  # read by main(), which also sees errors in the flags
-    raise typer.Exit(make_plan(load_plan_settings(given)))
+    raise typer.Exit(make_plan(validated(PlanSettings, given)))
 
 
 def bench(context: typer.Context) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 import yaml
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
+
+from stallfree.cli.errors import UsageError
 
 # What a command line may ask for beside the settings of a run: name -> (kind, help).
 DEBUG: dict[str, tuple[type, str]] = {"debug": (bool, "Show the traceback of an error.")}
@@ -22,6 +24,7 @@ ACTIONS: dict[str, tuple[type, str]] = {
     "overwrite": (bool, "Start anew in a --output that is not empty."),
     **DEBUG,
 }
+Settings = TypeVar("Settings", bound=BaseModel)
 WORDS = "words"  # the parameter that takes what stands behind a flag's first value
 
 
@@ -84,6 +87,19 @@ def first_mistake(error: ValidationError) -> tuple[str, str]:
     """(field, or "" for the settings together; what is wrong with it)."""
     first = error.errors()[0]
     return str(first["loc"][0]) if first["loc"] else "", first["msg"].removeprefix("Value error, ").removeprefix("Input ")
+
+
+def validated(settings: type[Settings], given: Mapping[str, Any]) -> Settings:
+    """Settings from what the command line gave.
+
+    Raises:
+        UsageError: for an impossible value.
+    """
+    try:
+        return settings.model_validate(given)
+    except ValidationError as error:
+        name, reason = first_mistake(error)
+        raise UsageError(f"{flag(name)} {given[name]}: {reason[0].lower()}{reason[1:]}") from None
 
 
 def markdown_table(settings: type[BaseModel], actions: Mapping[str, tuple[type, str]] = ACTIONS) -> str:

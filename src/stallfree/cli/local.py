@@ -21,9 +21,12 @@ def read(what: str, path: Path, load: Callable[..., Any], **options: Any) -> Any
     try:
         return load(path, **ONLY_FILES, **options)
     except Exception as error:  # transformers, safetensors and tokenizers each have their own
-        text = " ".join(str(error).split())
-        if "trust_remote_code" in text:
+        if "trust_remote_code" in str(error):
             why = "has code of its own, which is never run: take one that Transformers knows"
             raise UsageError(f"the {what} in {path} {why}") from error
-        reason = textwrap.shorten(text, 300, placeholder=" ...")
-        raise UsageError(f"the {what} in {path} cannot be loaded ({type(error).__name__}: {reason})") from error
+        raise UsageError(f"the {what} in {path} cannot be loaded ({type(error).__name__}: {shortened(error)})") from error
+
+
+def shortened(error: Exception) -> str:
+    """Its message on one line, as far as anybody reads it."""
+    return textwrap.shorten(str(error), 300, placeholder=" ...")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -19,7 +19,7 @@ from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.bench.shapes import SHAPES, build_model, model_config
 from stallfree.cli.bench.table import breakable
 from stallfree.cli.errors import UsageError, did_you_mean
-from stallfree.cli.flags import first_mistake, flag, setting
+from stallfree.cli.flags import setting
 from stallfree.config import PRESETS, ZenFlowConfig
 from stallfree.engine.blocks import by_modules
 from stallfree.engine.sharding import shard_of
@@ -128,19 +128,6 @@ def work_out(settings: PlanSettings, host: int) -> tuple[int, dict[str, Need]]:
             fitting = planner.with_room(named, by_modules(config, model), host // settings.gpus)
             needs[text] = Need(weights, gathered, planner.plan(named, fitting, "cuda"), settings.gpus)
         return sum(param.numel() for _, param in named), needs
-
-
-def load_settings(given: Mapping[str, Any]) -> PlanSettings:
-    """Settings from what the command line gave.
-
-    Raises:
-        UsageError: for an impossible value.
-    """
-    try:
-        return PlanSettings.model_validate(given)
-    except ValidationError as error:
-        name, reason = first_mistake(error)
-        raise UsageError(f"{flag(name)} {given[name]}: {reason[0].lower()}{reason[1:]}") from None
 
 
 def _config(text: str) -> ZenFlowConfig:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator
 
 from stallfree.cli.errors import UsageError
-from stallfree.cli.flags import first_mistake, flag, setting
+from stallfree.cli.flags import flag, setting
 
 FILES = ("output", "trace")  # settings that say nothing of what is measured
 OUTPUT_FILE = "step.json"  # in a directory given as --output
@@ -58,19 +57,6 @@ class BenchSettings(BaseModel):
         if value is not None and value.suffix != ".json":
             raise ValueError("should be a file whose name ends in .json")
         return value
-
-
-def load_settings(given: Mapping[str, Any]) -> BenchSettings:
-    """Settings from what the command line gave.
-
-    Raises:
-        UsageError: for an impossible value.
-    """
-    try:
-        return BenchSettings.model_validate(given)
-    except ValidationError as error:
-        name, reason = first_mistake(error)
-        raise UsageError(f"{flag(name)} {given[name]}: {reason[0].lower()}{reason[1:]}") from None
 
 
 def command_line(settings: BenchSettings) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.errors import UsageError
-from stallfree.cli.local import read
+from stallfree.cli.local import read, shortened
 
 SHAPES = {  # Qwen2.5: hidden, inner, layers, heads, key-value heads, vocabulary
     "tiny": (128, 256, 2, 4, 2, 512),
@@ -48,9 +47,7 @@ def build_model(config: Any, settings: BenchSettings, device: str) -> nn.Module:
             dtype = getattr(torch, settings.dtype)
             model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except ValueError as error:  # not a causal language model
-        raise UsageError(
-            f"no model can be built from {settings.model}: {textwrap.shorten(str(error), 300, placeholder=' ...')}"
-        ) from error
+        raise UsageError(f"no model can be built from {settings.model}: {shortened(error)}") from error
     if settings.gradient_checkpointing:
         checkpoint_activations(model)
     return model.train()
