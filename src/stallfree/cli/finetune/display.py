@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from stallfree.cli.finetune.evaluation import Evaluation
 
 LINES_PER_RUN = 20  # without a terminal
-BAR_WIDTH = 8  # leaves room for the numbers in 80 columns
+BAR_FROM = 120  # columns of a terminal; with fewer the numbers need the room
 
 
 class Unheard:
@@ -57,7 +57,7 @@ class Display:
         self._steps = steps
         self._bar = Progress(
             TextColumn("{task.description}"),
-            BarColumn(bar_width=BAR_WIDTH),
+            *([BarColumn()] if console.width >= BAR_FROM else []),
             MofNCompleteColumn(),
             TextColumn("{task.fields[numbers]}"),
             TimeRemainingColumn(),
