@@ -66,6 +66,7 @@ The others:
 | `rho`, `rho_by_kind` | share of squared gradient norm in deferred channels, over all weights and by kind of parameter |
 | `retention`, `retention_by_kind` | share of the last selection that the one before had chosen too |
 | `stall_ms`, `stall_ms_total` | time in which training (on a GPU: the device) waited for the host |
+| `crowding_ms`, `crowding_ms_total` | the part of that in which gradients waited for staging memory, on their way down |
 | `host_ms_total`, `host_threads` | time in which the host worked on windows, and the threads of ours that work now |
 | `bytes_down`, `bytes_up`, `..._total` | bytes copied to the host and to the device |
 | `host_bytes`, `device_bytes` | memory of the optimizer's state and slots |

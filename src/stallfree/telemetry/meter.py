@@ -105,7 +105,8 @@ class Meter:
         """Waits for the device. Times in ms, sizes in bytes."""
         rho, by_kind = self.rho()
         last_skipped, not_finite = self.last_skip()
-        stall_total, stall = (sum(parts) for parts in zip(self.link.stalls.read(), self.link.crowding.read(), strict=True))
+        crowding_total, crowding = self.link.crowding.read()
+        late_total, late = self.link.stalls.read()
         return {
             "grad_norm": None if self._judged is None else float(self._judged[0].norm),
             "skipped_steps": self._skipped_calls(),
@@ -113,8 +114,10 @@ class Meter:
             "last_skipped_kinds": not_finite,
             "rho": rho,
             "rho_by_kind": by_kind,
-            "stall_ms": stall * 1e3,
-            "stall_ms_total": stall_total * 1e3,
+            "stall_ms": (late + crowding) * 1e3,
+            "stall_ms_total": (late_total + crowding_total) * 1e3,
+            "crowding_ms": crowding * 1e3,
+            "crowding_ms_total": crowding_total * 1e3,
             "bytes_down": self._last.down,
             "bytes_up": self._last.up,
             "bytes_down_total": self.link.bytes_down,

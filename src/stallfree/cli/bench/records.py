@@ -102,7 +102,7 @@ def _counts(result: Result) -> dict[str, Any]:
     names = result.rounds[0].counted.keys()
     total = {name: sum(entry.counted[name] for entry in result.rounds) for name in names}
     numbers: dict[str, Any] = {}
-    for name in ("stall_ms", "host_ms"):
+    for name in ("stall_ms", "crowding_ms", "host_ms"):
         if f"{name}_total" in total:
             numbers[name] = total[f"{name}_total"] / steps
     if result.footprint is not None:
