@@ -119,19 +119,23 @@ def test_later_pieces_of_a_large_block_go_between_those_of_others(monkeypatch):
     optimizer.close()
 
 
-def test_pieces_of_a_block_that_staging_memory_holds_whole_go_one_after_the_other(monkeypatch):
-    use(monkeypatch, staging_bytes=64 * 16 * 4)
+def test_a_block_that_staging_memory_holds_whole_is_cut_only_where_that_begins_anew(monkeypatch):
+    """In the second call 512 bytes are left there, 8 rows."""
+    use(monkeypatch, staging_bytes=64 * 16 * 4 + 2 * 256)
     params, optimizer = large(topk_ratio=0.0)
     block, sent, send = optimizer.engine.blocks[-1], [], Sending._send
 
     def noted(self, block, places, grads, low, target):
-        sent.append((low, self.link._now_beside))
+        sent.append((low, target.numel(), self.link._now_beside))
         send(self, block, places, grads, low, target)
 
     monkeypatch.setattr(Sending, "_send", noted)
-    accumulate(params[-1:], 0)
-    assert block.turn == 1
-    assert sent == [(0, False), (64 * 16 // 2, False)]
+    for _ in range(2):
+        accumulate(params[-1:], 0)
+        assert block.turn == 1
+        optimizer.step()
+        optimizer.zero_grad()
+    assert sent == [(0, 64 * 16, False), (0, 128, False), (128, 64 * 16 - 128, False)]
     assert not optimizer.engine.sending.later
     optimizer.close()
 

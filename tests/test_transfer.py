@@ -3,6 +3,7 @@
 import random
 import time
 from contextlib import contextmanager
+from itertools import pairwise
 
 import pytest
 import torch
@@ -208,18 +209,18 @@ class Recorder:
 
 
 @given(
-    takes=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 1)), min_size=1, max_size=60),
+    takes=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 1), st.integers(1, 4)), min_size=1, max_size=60),
     size=st.sampled_from([1400, 2048, 5000]),
 )
 def test_ring_memory_is_written_again_only_after_its_last_use(takes, size):
-    """By whichever stream."""
+    """By whichever stream, and of each of its parts; also where less has been read than was taken."""
     streams, copies = (Recorder(), Recorder()), Timeline(torch.zeros(1, dtype=torch.int32), 0)
     ring, used = Ring(torch.device("cpu")), [0] * size  # by byte: the moment of its last use
     ring.grow(size)
     whole = ring.take(size, streams[0].wait)
     assert not ring.has_room(1)
     begin, whole.used = whole.rows(torch.uint8).data_ptr(), copies.next()
-    for nbytes, number in takes:
+    for nbytes, number, parts in takes:
         stream = streams[number]
         assert ring.has_room(nbytes)
         share = ring.take(nbytes, stream.wait)
@@ -228,6 +229,11 @@ def test_ring_memory_is_written_again_only_after_its_last_use(takes, size):
         assert max(used[start : start + nbytes], default=0) <= stream.seen
         share.used = copies.next()
         used[start : start + nbytes] = [share.used.value] * nbytes
+        if nbytes and parts > 1:
+            read = [(nbytes * part // (parts + number), copies.next()) for part in range(1, parts + 1)]
+            ring.leave(share, read)
+            for (low, _), (high, point) in pairwise([(0, share.used), *read]):
+                used[start + low : start + high] = [point.value] * (high - low)
 
 
 def test_the_host_may_begin_with_a_block_before_the_last_copy_is_there(monkeypatch):

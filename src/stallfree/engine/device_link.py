@@ -7,7 +7,7 @@ Everything that a wait depends on is enqueued before it, so that no two waits ca
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stallfree.engine.blocks import Block
 from stallfree.engine.memory import host_memory
-from stallfree.engine.ring import Ring, piece_bytes, ring_bytes
+from stallfree.engine.ring import Ring, part_bytes, piece_bytes, ring_bytes
 from stallfree.engine.stalls import Stalls
 from stallfree.engine.streams import Point, Stream, Streams, Timeline
 from stallfree.engine.transfer import Arrival, Link
@@ -43,6 +43,7 @@ class DeviceLink(Link):
         self._stream: Stream | None = None  # that computed last
         self._handle: int | None = None  # its
         self._several = False  # another one has computed before
+        self._sent: list[tuple[int, Point]] = []  # of what is being staged: until which address, and when it is down
 
     def device_guard(self) -> AbstractContextManager[object]:
         return self.streams.device_guard()
@@ -65,6 +66,10 @@ class DeviceLink(Link):
 
     def stages_whole(self, nbytes: int) -> bool:
         return nbytes <= self._down_ring.size
+
+    @property
+    def room(self) -> int:
+        return self._down_ring.ahead
 
     def reserve(self, blocks: Sequence[Block]) -> None:
         self.streams.synchronize()  # when parameters join, the memory of what is under way is replaced
@@ -96,10 +101,13 @@ class DeviceLink(Link):
                 self._stall(stream, point, self.crowding)
 
         share = self._down_ring.take(target.nbytes, wait)
+        rows, self._sent = share.rows(target.dtype), []
         try:
-            yield share.rows(target.dtype)
+            yield rows
         finally:
             share.used = self._came_down.now()
+            if len(self._sent) > 1:
+                self._down_ring.leave(share, [(end - rows.data_ptr(), down) for end, down in self._sent])
 
     def down(self, source: Tensor, target: Tensor, after: Sequence[Point] = ()) -> None:
         self._count(down=source.nbytes)
@@ -108,13 +116,13 @@ class DeviceLink(Link):
             stream, written = streams.beside, self._beside.next()
         else:
             stream, written = self._computing(), self._computed.next()
-        streams.enqueue(
-            *[streams.wait_for(copies, point) for point in after if not point.passed],
-            streams.raise_to(stream, written),
-            streams.wait_for(copies, written),
-            streams.copy(target, source, copies),
-            streams.raise_to(copies, self._came_down.next()),
-        )
+        tasks = [streams.wait_for(copies, point) for point in after if not point.passed]
+        tasks += [streams.raise_to(stream, written), streams.wait_for(copies, written)]
+        for ours, theirs in _parts(source, target):
+            tasks += [streams.copy(theirs, ours, copies), streams.raise_to(copies, self._came_down.next())]
+            if ours.nbytes:  # else it is nowhere
+                self._sent.append((ours.data_ptr() + ours.nbytes, self._came_down.now()))
+        streams.enqueue(*tasks)
 
     @contextmanager
     def beside(self, tensors: Sequence[Tensor | None]) -> Iterator[None]:
@@ -256,6 +264,12 @@ class DeviceLink(Link):
             self.streams.unregister(self._registered.pop())
         for ring in (self._down_ring, self._up_ring):
             ring.grow(0)
+
+
+def _parts(source: Tensor, target: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
+    """In which a large copy is made."""
+    count = -(-source.nbytes // max(1, part_bytes()))
+    return ((source, target),) if count <= 1 else zip(source.chunk(count), target.chunk(count), strict=True)
 
 
 def link_to(device: torch.device) -> Link:

@@ -20,6 +20,11 @@ def piece_bytes() -> int:
     return STAGING_BYTES // 2
 
 
+def part_bytes() -> int:
+    """A piece is copied down in parts: memory can be written again as soon as its part has been."""
+    return STAGING_BYTES // 4
+
+
 def ring_bytes(blocks: Sequence[Block]) -> tuple[int, int]:
     """Of staging memory, down and up. Up comes a fraction of what goes down, and one piece is enough at a time.
 
@@ -68,6 +73,11 @@ class Ring:
         self._views.clear()
         self._next = 0
 
+    @property
+    def ahead(self) -> int:
+        """How many bytes there are before the next share begins anew at the front."""
+        return self.size - self._next
+
     def _start(self, nbytes: int) -> int:
         """Where the next share begins."""
         return 0 if self._next + nbytes > self.size else self._next
@@ -102,3 +112,10 @@ class Ring:
         if nbytes:
             self._held.append(share)
         return share
+
+    def leave(self, share: Share, parts: Sequence[tuple[int, Point]]) -> None:
+        """A share is read from its front. parts: how many of its bytes have been read, and when; at last, all that will be."""
+        self._held.remove(share)
+        ends = [share.start + nbytes for nbytes, _ in parts[:-1]] + [share.end]
+        for start, end, (_, used) in zip([share.start, *ends], ends, parts, strict=False):
+            self._held.append(Share(start, end, {}, used))

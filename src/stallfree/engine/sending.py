@@ -31,16 +31,19 @@ class Sending:
         self.later: deque[LaterPiece] = deque()  # oldest first
 
     def send(self, block: BlockState, places: Sequence[int], grads: Sequence[Tensor | None]) -> None:
-        """A block's gradients: each piece in one copy, if all are there.
+        """A block's gradients: at once if staging memory holds the whole block, in two pieces where that memory begins anew.
 
-        The first piece has all that the device needs in this call. If staging memory does not hold the whole block, computation
-        does not wait for the others, and neither do the first pieces of blocks that come next: one of the others is sent now,
-        and one after each of these. Only one block's gradients live on for it.
+        If not, the first piece has all that the device needs in this call. Computation does not wait for the others, and
+        neither do the first pieces of blocks that come next: one of the others is sent now, and one after each of these. Only
+        one block's gradients live on for it.
         """
-        memory = block.take_slot()
-        pieces = block.half.pieces(block.half.division.layout, memory)
-        count = len(pieces) if self.link.stages_whole(memory.nbytes) else 1
-        now, later = pieces[:count], pieces[count:]
+        memory, layout = block.take_slot(), block.half.division.layout
+        if self.link.stages_whole(memory.nbytes):
+            cut = layout.row_before(min(memory.numel(), self.link.room // memory.itemsize))
+            now, later = [(0, memory[:cut]), (cut, memory[cut:])] if 0 < cut < memory.numel() else [(0, memory)], []
+        else:
+            first, *later = block.half.pieces(layout, memory)
+            now = [first]
         if later or any(piece.block is block for piece in self.later):
             self.finish()
         for low, target in now:

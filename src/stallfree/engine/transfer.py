@@ -82,6 +82,11 @@ class Link:
         """Whether staging memory on the way down holds so much at once."""
         return True
 
+    @property
+    def room(self) -> int:
+        """How many bytes that memory has left before it begins anew: what is larger is better staged in two pieces."""
+        return sys.maxsize
+
     def reserve(self, blocks: Sequence[Block]) -> None:
         """Make room for copies of these blocks' pieces."""
 

@@ -132,6 +132,13 @@ class BlockLayout:
         first, last = (min(max((place - start) // segment.length, 0), segment.deferred) for place in (low, high))
         return range(first, last)
 
+    def row_before(self, place: int) -> int:
+        """The last place up to there at which a piece of the flat buffer of deferred rows may end."""
+        if place >= self.deferred_numel:
+            return self.deferred_numel
+        index = bisect(self.deferred_starts, place) - 1
+        return place - (place - self.deferred_starts[index]) % self.segments[index].length
+
     def begins_row(self, place: int) -> bool:
         """Whether a piece of the flat buffer of deferred rows may begin or end there."""
         index = bisect(self.deferred_starts, place) - 1
