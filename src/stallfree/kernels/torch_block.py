@@ -7,16 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stallfree.kernels.block import (
-    BlockLayout,
-    Part,
-    Targets,
-    Update,
-    check_parts,
-    check_publish,
-    check_split,
-    check_step,
-)
+from stallfree.kernels.block import BlockLayout, Part, Targets, Update
+from stallfree.kernels.checks import check_parts, check_publish, check_split, check_step
 from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.judging import Evidence, Judging, Policy
 from stallfree.kernels.torch_judging import TorchJudging

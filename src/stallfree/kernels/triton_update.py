@@ -19,7 +19,8 @@ import triton
 from torch import Tensor
 
 from stallfree.kernels import driver
-from stallfree.kernels.block import Part, Segment, check_parts, check_step
+from stallfree.kernels.block import Part, Segment
+from stallfree.kernels.checks import check_parts, check_step
 from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.triton_functions import adamw_kernel, count_kernel
 from stallfree.kernels.triton_launch import Launch, launch_all
