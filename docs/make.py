@@ -68,7 +68,7 @@ The others:
 | `stall_ms`, `stall_ms_total` | time in which training (on a GPU: the device) waited for the host |
 | `host_ms_total`, `host_threads` | time in which the host worked on windows, and the threads of ours that work now |
 | `bytes_down`, `bytes_up`, `..._total` | bytes copied to the host and to the device |
-| `host_bytes`, `device_bytes` | memory of the optimizer's state and slots |
+| `host_bytes`, `device_bytes` | memory of the optimizer's state and slots, without gradients that come and go |
 | `restages`, `restages_total` | staged gradients that one more backward pass added to: in an accumulating loop at first |
 | `reselections_total` | selections of blocks |
 """

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stallfree.kernels.judging import Evidence, Judging, Policy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNMENT = 16  # bytes: what a thread moves at a time
 FIRST = 4  # how many times smaller the first piece of a large block is
 
 
@@ -171,7 +172,8 @@ def block_targets(layout: BlockLayout, places: Tensor, rows: Tensor) -> Targets:
 
 
 class Part(NamedTuple):
-    """A block's selected channels, or a group of residents, as AdamW steps them. Everything stays where it is in memory."""
+    """A block's selected channels, or a group of residents, as AdamW steps them. Everything stays where it is in memory, but
+    gradients that are in the memory that each step names: at a multiple of `ALIGNMENT` from where that begins."""
 
     layout: BlockLayout
     channels: Tensor  # [places] int32: the channel of each place, as `Targets.selected`; may name others at each step
@@ -180,18 +182,20 @@ class Part(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     steps: Tensor  # [places] int32
-    grad: Tensor  # [selected_numel] in the weights' dtype: selected rows as `split` makes them
+    grad: Tensor | int  # [selected_numel] in the weights' dtype, as `split` makes them; or where in each step's memory: bytes
 
 
 class Update(Protocol):
     """AdamW of the parts that it was planned for."""
 
-    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor) -> None:
+    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor, memory: Tensor | None = None) -> None:
         """One step of torch.optim.AdamW for the selected channels, unless `skip`, and the new masters into the weights.
 
         hypers: one for each weight of all parts in order, None where a weight takes no step: everything of it stays as it
-        is; factors: fp32 `[weights]`, multiplied into the gradients first; skip: bool scalar. Masters are rounded to the
-        weights' dtype, ties to even. Only enqueues work on the current stream, and gives the same bits every time.
+        is; factors: fp32 `[weights]`, multiplied into the gradients first; skip: bool scalar. memory: uint8, of gradients
+        that have their place in it; begins at a multiple of `ALIGNMENT`, and may be elsewhere in each step; None: of weights
+        with such gradients none takes a step. Masters are rounded to the weights' dtype, ties to even. Only enqueues work
+        on the current stream, and gives the same bits every time.
 
         With n = steps + 1, corrections in fp64 (their relative error stays below 1e-12), the rest in fp32:
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from stallfree.kernels.block import DTYPES, BlockLayout, Part
+from stallfree.kernels.block import ALIGNMENT, DTYPES, BlockLayout, Part
 from stallfree.kernels.hyper import Hyper
 
 
@@ -41,19 +42,51 @@ def check_parts(parts: Sequence[Part]) -> torch.device | None:
         for name, flat in (("master", part.master), ("exp_avg", part.exp_avg), ("exp_avg_sq", part.exp_avg_sq)):
             check_flat(name, layout.device, flat, layout.selected_numel, torch.float32)
         check_flat("steps", layout.device, part.steps, layout.places, torch.int32)
-        check_flat("grad", layout.device, part.grad, layout.selected_numel, dtype)
+        if isinstance(part.grad, Tensor):
+            check_flat("grad", layout.device, part.grad, layout.selected_numel, dtype)
+        elif part.grad < 0 or part.grad % ALIGNMENT:
+            raise ValueError(f"grad must be a place in a step's memory, a multiple of {ALIGNMENT} bytes, not {part.grad}")
     return device
 
 
-def check_step(
-    device: torch.device | None, weights: int, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor
-) -> None:
-    """Raise `ValueError` unless the arguments are what `Update.step` says for so many weights on this device."""
+class Planned(NamedTuple):
+    """What the arguments of a step are compared with."""
+
+    device: torch.device | None
+    weights: int
+    places: tuple[int, ...]  # the numbers of weights whose gradients are in a step's memory
+    nbytes: int  # of that, at least
+
+    @classmethod
+    def of(cls, parts: Sequence[Part]) -> Planned:
+        """Raises `ValueError` unless the parts are what `Part` says."""
+        device, weights, nbytes = check_parts(parts), 0, 0
+        places: list[int] = []
+        for part in parts:
+            count = len(part.weights)
+            if isinstance(part.grad, int) and part.layout.places:
+                places += [weights + place for place in range(count) if part.layout.segments[place].selected]
+                nbytes = max(nbytes, part.grad + part.layout.selected_numel * part.weights[0].dtype.itemsize)
+            weights += count
+        return cls(device, weights, tuple(places), nbytes)
+
+
+def check_step(planned: Planned, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor, memory: Tensor | None) -> None:
+    """Raise `ValueError` unless the arguments are what `Update.step` says."""
+    device, weights, places, nbytes = planned
     if len(hypers) != weights:
         raise ValueError(f"{weights} weights need as many hypers, not {len(hypers)}")
-    if device is not None:
-        check_flat("factors", device, factors, weights, torch.float32)
-        check_flat("skip", device, skip, 1, torch.bool)
+    if device is None:
+        return
+    check_flat("factors", device, factors, weights, torch.float32)
+    check_flat("skip", device, skip, 1, torch.bool)
+    if memory is None:
+        if any(hypers[place] is not None for place in places):
+            raise ValueError("memory must be there: gradients of weights that take a step are in it")
+    elif places:
+        check_flat("memory", device, memory, max(memory.numel(), nbytes), torch.uint8)
+        if memory.data_ptr() % ALIGNMENT:
+            raise ValueError(f"memory must begin at a multiple of {ALIGNMENT} bytes, not at {memory.data_ptr():#x}")
 
 
 def check_publish(layout: BlockLayout, weights: Sequence[Tensor | None], values: Tensor, low: int) -> torch.dtype | None:
