@@ -54,7 +54,7 @@ def pairs(device: torch.device | str = "cuda") -> dict[str, tuple[Callable[[], o
     for name, kernel, integers, constants in (
         ("split", split_kernel, (*(address,) * 6, 0, 0, 0, addresses), (*general, 64, 64, 256)),
         ("publish", publish_kernel, (*(address,) * 3, 0, 0, 0, addresses), (*general, 64, 64, 256)),
-        ("adamw", adamw_kernel, (address, address, mask), (*general, 32, 64)),
+        ("adamw", adamw_kernel, (address, 0, address, mask), (*general, 32, 64)),
     ):
         launch = Launch(kernel, 1, constants, 4)
         launch(*integers)

@@ -69,7 +69,7 @@ The others:
 | `crowding_ms`, `crowding_ms_total` | the part of that in which gradients waited for staging memory, on their way down |
 | `host_ms_total`, `host_threads` | time in which the host worked on windows, and the threads of ours that work now |
 | `bytes_down`, `bytes_up`, `..._total` | bytes copied to the host and to the device |
-| `host_bytes`, `device_bytes` | memory of the optimizer's state and slots |
+| `host_bytes`, `device_bytes` | memory of the optimizer's state and slots, without gradients that come and go |
 | `restages`, `restages_total` | staged gradients that one more backward pass added to: in an accumulating loop at first |
 | `reselections_total` | selections of blocks |
 """

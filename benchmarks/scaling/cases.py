@@ -183,7 +183,7 @@ class Case:
 
     @property
     def device_bytes(self) -> float:
-        """Weights and state of selected channels, without gathered layers, activations and staging."""
+        """Weights and state of selected channels, without gradients, gathered layers, activations and staging."""
         config = ZenFlowConfig(update_interval=self.interval or 4)
         return (2 * self.model.parameters + plan(self.model.named(), config).device_state) / self.ranks
 

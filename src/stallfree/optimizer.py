@@ -148,6 +148,13 @@ class ZenFlowAdamW(torch.optim.Optimizer):
                 raise
             state.populate(self.engine, self.state)
 
+    @_disable_dynamo
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's. Before `step()` it discards what is staged, and lets go of the memory for it."""
+        super().zero_grad(set_to_none)
+        if self.engine.selected.held and self.engine.belongs_here:
+            self.engine.staging.forget_zeroed()
+
     def state_dict(self) -> dict[str, Any]:
         """Everything: both halves, selection, slots in flight, schedule. Tensors are shared with the optimizer, as in torch:
         save or copy them before the next step. Neither flushes nor changes training."""

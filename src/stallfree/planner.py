@@ -29,7 +29,7 @@ class Plan:
     host_slots: int
     device_state: int
     device_staging: int
-    device_gradients: int  # at most at once: of the largest block until they are staged, and of residents
+    device_gradients: int  # at most at once: of the largest block until staged, of selected channels and residents to `step()`
     down: int  # to the host in each step, without channels that change hands; up comes a part of that in S
 
     @property
@@ -60,16 +60,16 @@ def plan(named: Named, config: ZenFlowConfig, device: str | None = None) -> Plan
     residents, weights = classify(named, config)
     moment = 4 if config.moments_dtype == "float32" else 2
     blocks = build_blocks(weights, config)
-    state = divided = 0
+    state = divided = gradients = 0
     for weight in weights:
         size = weight.numel
         state += size * (4 + 2 * moment) + 4 * weight.channels
-        selected = weight.selected_count * (12 * weight.length + 4)
-        divided += selected + weight.selected_count * weight.length * weight.dtype.itemsize + 8 * weight.channels
+        divided += weight.selected_count * (12 * weight.length + 4) + 8 * weight.channels
+        gradients += weight.selected_count * weight.length * weight.dtype.itemsize
     on_gpu = any((device or weight.shard.device.type) == "cuda" for weight in weights)
     staging = sum(ring_bytes(blocks)) if on_gpu else 0
     resident = sum(item.numel * (12 + item.dtype.itemsize) for item in residents)
-    gradients = sum(item.numel * item.dtype.itemsize for item in residents)
+    gradients += sum(item.numel * item.dtype.itemsize for item in residents)
     gradients += max((block.numel * block.dtype.itemsize for block in blocks), default=0)
     down = sum(block.deferred_numel * block.dtype.itemsize for block in blocks)
     return Plan(

@@ -11,6 +11,7 @@ from torch import Tensor
 from stallfree.engine import selection
 from stallfree.engine.blocks import Block, aligned
 from stallfree.engine.channels import Channels
+from stallfree.engine.selected import SelectedGradients
 from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, Targets, block_targets, pieces, targets
 
 Layouts = dict[tuple[Segment, ...], BlockLayout]
@@ -58,8 +59,16 @@ class Handover:
 class SelectedState:
     """AdamW of a block's selected channels: flat buffers, in the order of the division's layout."""
 
-    def __init__(self, block: Block, channels: Channels, kernel: BlockKernel, layouts: Layouts, piece_bytes: int) -> None:
-        self.block, self.channels, self.kernel = block, channels, kernel
+    def __init__(
+        self,
+        block: Block,
+        channels: Channels,
+        gradients: SelectedGradients,
+        kernel: BlockKernel,
+        layouts: Layouts,
+        piece_bytes: int,
+    ) -> None:
+        self.block, self.channels, self.gradients, self.kernel = block, channels, gradients, kernel
         self.device = block.shards[0].device
         known = len(layouts)  # blocks of a geometry that is known need no rehearsal
         self.nobody = self._layout([0] * len(block.weights), layouts)
@@ -73,7 +82,7 @@ class SelectedState:
         self.master, self.exp_avg, self.exp_avg_sq, self.steps = self.parts(self.memory)
         numbers = 2 * self.chosen.places + self.chosen.deferred_channels if self.chosen.places else 0
         self.numbers = torch.empty(numbers, dtype=torch.int32, device=self.device)  # of a hand-over, on their way down
-        self.gradient = torch.empty(self.chosen.selected_numel, dtype=block.dtype, device=self.device)
+        self._place = gradients.add(self.chosen.selected_numel * block.dtype.itemsize)
         self.nothing = torch.empty(0, dtype=torch.int64, device=self.device)
         sizes, counts = [weight.channels for weight in block.weights], [weight.selected_count for weight in block.weights]
         self._geometry = selection.Geometry.of(sizes, counts, self.device)
@@ -108,7 +117,6 @@ class SelectedState:
         if installed.divided:
             self.held.copy_(installed.targets.selected)
         self.division = handover.division if handover else installed  # which gradients follow
-        self._selected = self.gradient[: self.division.layout.selected_numel]
         self.channels.of(self.channels.deferred, *self._ends).copy_(self.division.targets.rows < 0)
 
     @property
@@ -126,8 +134,13 @@ class SelectedState:
         return self.channels.of(self.channels.score, *self._ends)
 
     def rows(self, flat: Tensor, place: int) -> Tensor:
-        """A weight's part of `master`, `exp_avg`, `exp_avg_sq` or `gradient`: `[places, length]`; empty before a selection."""
+        """A weight's part of `master`, `exp_avg` or `exp_avg_sq`: `[places, length]`; empty before a selection."""
         return self.installed.layout.selected_rows(flat, place)
+
+    @property
+    def gradient(self) -> Tensor:
+        """The selected rows of what is staged, or about to be: flat, by the division's layout."""
+        return self.gradients.part(self._place, self.division.layout.selected_numel, self.block.dtype)
 
     def pieces(self, layout: BlockLayout, deferred: Tensor) -> list[tuple[int, Tensor]]:
         """A buffer of deferred rows in the pieces that are copied at a time: where each begins, and its part of the buffer."""
@@ -139,7 +152,7 @@ class SelectedState:
     def split(self, grads: Sequence[Tensor | None], deferred: Tensor, low: int) -> None:
         """Take gradients apart: norms and selected rows stay here, a piece of the deferred rows goes to `deferred`."""
         layout = self.division.layout
-        self.kernel.split(layout, self.division.targets, grads, self.squares, self._selected, deferred, low)
+        self.kernel.split(layout, self.division.targets, grads, self.squares, self.gradient, deferred, low)
         self.channels.changed()
 
     @property
@@ -147,7 +160,7 @@ class SelectedState:
         """The selected channels as AdamW steps them."""
         params = [shard.detach() for shard in self.block.shards]
         state = (self.master, self.exp_avg, self.exp_avg_sq, self.steps)
-        return Part(self.chosen, self.held, params, *state, self.gradient)
+        return Part(self.chosen, self.held, params, *state, self._place)
 
     def show(self) -> None:
         """Write the masters of selected channels into the parameters."""
@@ -187,7 +200,7 @@ class SelectedState:
 
     @property
     def nbytes(self) -> int:
-        flats = (self.memory, self.gradient, self.squares, self.score)
+        flats = (self.memory, self.squares, self.score)
         return sum(flat.nbytes for flat in flats)
 
 

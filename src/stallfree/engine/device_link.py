@@ -44,6 +44,7 @@ class DeviceLink(Link):
         self._handle: int | None = None  # its
         self._several = False  # another one has computed before
         self._sent: list[tuple[int, Point]] = []  # of what is being staged: until which address, and when it is down
+        self._calling = streams.current()  # the stream that calls step()
 
     def device_guard(self) -> AbstractContextManager[object]:
         return self.streams.device_guard()
@@ -59,6 +60,21 @@ class DeviceLink(Link):
             for tensor in tensors:
                 if tensor is not None:
                     self.streams.hold(tensor, stream)
+
+    def take(self, nbytes: int) -> Tensor:
+        """From what the stream that calls `step()` has: forward and backward run there, and leave memory to each other.
+
+        Whoever writes it first may be another stream, as with fully_shard: that one waits for all that the calling stream has
+        been told up to here, which may use the memory as it was before. Computing streams wait for each other in turn
+        (`_computing`), so the one that holds it at last is behind all of its uses. If that is the stream it comes from, as
+        mostly, it can be given away at once; else when that one is done.
+        """
+        stream = self._computing()
+        with self.streams.on(self._calling):
+            memory = super().take(nbytes)
+        if stream != self._calling:
+            self.streams.wait(stream, self.streams.record(self._calling))
+        return memory
 
     @property
     def piece_bytes(self) -> int:
@@ -139,6 +155,7 @@ class DeviceLink(Link):
             self._now_beside = False
 
     def rejoin(self, at_once: bool) -> None:
+        self._calling = self._computing()
         self._per_call = max(1, self._computed.since(self._called))
         self._called = self._computed.now()
         if self._beside_before is not None:

@@ -106,7 +106,7 @@ def take(engine: Engine, residents: Sequence[Sequence[Resident]], blocks: Sequen
 def _states(engine: Engine, blocks: Sequence[Block]) -> list[BlockState]:
     """The new blocks with their state on the device and on the host, and room for what they send each other."""
     layouts, size = engine.layouts, engine.link.piece_bytes
-    halves = [SelectedState(block, engine.channels, engine.kernel, layouts, size) for block in blocks]
+    halves = [SelectedState(block, engine.channels, engine.selected, engine.kernel, layouts, size) for block in blocks]
     engine.link.reserve(blocks)
     states = []
     with near(engine.worker.cores):

@@ -28,6 +28,7 @@ from stallfree.engine.ledger import Ledger
 from stallfree.engine.publishing import Publishing
 from stallfree.engine.residents import ResidentGroup, ResidentState
 from stallfree.engine.schedule import Clock
+from stallfree.engine.selected import SelectedGradients
 from stallfree.engine.sending import Sending
 from stallfree.engine.settings import Hypers, Settings
 from stallfree.engine.sharding import Agreement, RankSums, directly
@@ -67,6 +68,7 @@ class Engine:
         self.tuner = IntervalTuner(config)
         self.meter = Meter(self.link)
         self.channels = Channels(self.device)
+        self.selected = SelectedGradients(self.link)
         self.sending = Sending(self.link)
         self.staging = Staging(self)
         self.judge = Judge(self)
@@ -178,7 +180,7 @@ class Engine:
                 steps[first : first + count] = [None] * count
         for group, some in zip(self.groups, present, strict=True):
             steps += _settings(group.ids, some, hypers)
-        self.adamw.step(steps, factors, skip)
+        self.adamw.step(steps, factors, skip, self.selected.memory)
         for group in self.groups:
             group.scatter()
 
@@ -188,6 +190,7 @@ class Engine:
 
     def _finish_call(self) -> None:
         self.turns = 0
+        self.selected.let_go()
         self.staging.handles.after_call()
         for block in self.blocks:
             block.expect()
@@ -291,7 +294,7 @@ class Engine:
 
     @property
     def device_nbytes(self) -> int:
-        """Memory on the device: state, and room for copies under way."""
+        """Memory on the device from call to call: state, and room for copies under way."""
         state = sum(block.half.nbytes for block in self.blocks) + sum(group.nbytes for group in self.groups)
         return state + self.link.staging_nbytes
 
@@ -346,6 +349,7 @@ class Engine:
         finally:
             self.worker.close()
             self.link.close()
+            self.selected.close()
         self.paused = why
         self.ledger.clear()
 

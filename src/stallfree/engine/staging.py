@@ -128,6 +128,19 @@ class Staging:
         block.surprised = True
         self._not_ready(block, place)
 
+    def forget_zeroed(self) -> None:
+        """After `zero_grad()`: discard now what the next gradient, or `step()`, would find discarded, if that is everything."""
+        engine = self.engine
+        with engine.lock, engine.link.device_guard():
+            early = any(block.early is not None for block in engine.blocks)
+            if early or any(type(gradient_of(param)) is StagedGradient for param in engine.weights):
+                return
+            engine.sending.forget()
+            for state in engine.weights.values():
+                if state.staged is not None:
+                    self.discard(state)
+            engine.selected.let_go()
+
     def _not_ready(self, block: BlockState, place: int) -> None:
         if block.ready[place]:
             block.ready[place] = False

@@ -194,6 +194,7 @@ def abandon(engine: Engine) -> None:
         if block.filling is not None:
             block.give_back([block.filling])
             block.filling = None
+    engine.selected.let_go()
     engine.staging.handles.after_call()
     for param in engine.ledger:
         param.grad = None

@@ -73,6 +73,11 @@ class Link:
         shared: it belongs to another stream, as fully_shard's gradients do, which counts on them to outlive backward.
         """
 
+    def take(self, nbytes: int) -> Tensor:
+        """Memory of the device, contents undefined, for computing streams; the last that uses it is to `hold` it."""
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
     @property
     def piece_bytes(self) -> int:
         """How much goes through staging memory at a time; a row more, if need be."""

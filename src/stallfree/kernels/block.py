@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from stallfree.kernels.judging import Evidence, Judging, Policy
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ALIGNMENT = 16  # bytes: what a thread moves at a time
 FIRST = 4  # how many times smaller the first piece of a large block is
 
 
@@ -178,7 +179,8 @@ def block_targets(layout: BlockLayout, places: Tensor, rows: Tensor) -> Targets:
 
 
 class Part(NamedTuple):
-    """A block's selected channels, or a group of residents, as AdamW steps them. Everything stays where it is in memory."""
+    """A block's selected channels, or a group of residents, as AdamW steps them. Everything stays where it is in memory, but
+    gradients that are in the memory that each step names: at a multiple of `ALIGNMENT` from where that begins."""
 
     layout: BlockLayout
     channels: Tensor  # [places] int32: the channel of each place, as `Targets.selected`; may name others at each step
@@ -187,18 +189,20 @@ class Part(NamedTuple):
     exp_avg: Tensor
     exp_avg_sq: Tensor
     steps: Tensor  # [places] int32
-    grad: Tensor  # [selected_numel] in the weights' dtype: selected rows as `split` makes them
+    grad: Tensor | int  # [selected_numel] in the weights' dtype, as `split` makes them; or where in each step's memory: bytes
 
 
 class Update(Protocol):
     """AdamW of the parts that it was planned for."""
 
-    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor) -> None:
+    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor, memory: Tensor | None = None) -> None:
         """One step of torch.optim.AdamW for the selected channels, unless `skip`, and the new masters into the weights.
 
         hypers: one for each weight of all parts in order, None where a weight takes no step: everything of it stays as it
-        is; factors: fp32 `[weights]`, multiplied into the gradients first; skip: bool scalar. Masters are rounded to the
-        weights' dtype, ties to even. Only enqueues work on the current stream, and gives the same bits every time.
+        is; factors: fp32 `[weights]`, multiplied into the gradients first; skip: bool scalar. memory: uint8, of gradients
+        that have their place in it; begins at a multiple of `ALIGNMENT`, and may be elsewhere in each step; None: of weights
+        with such gradients none takes a step. Masters are rounded to the weights' dtype, ties to even. Only enqueues work
+        on the current stream, and gives the same bits every time.
 
         With n = steps + 1, corrections in fp64 (their relative error stays below 1e-12), the rest in fp32:
 
@@ -282,109 +286,3 @@ def _repeated(values: Sequence[int], times: Sequence[int]) -> Tensor:
     """Each value so many times: int64."""
     counts = torch.tensor(times, dtype=torch.int64, device="cpu")
     return torch.repeat_interleave(torch.tensor(values, dtype=torch.int64, device="cpu"), counts)
-
-
-# What a kernel's caller must not get wrong: a device kernel would write elsewhere in memory
-
-
-def check_split(
-    layout: BlockLayout,
-    grads: Sequence[Tensor | None],
-    squares: Tensor,
-    selected: Tensor,
-    deferred: Tensor,
-    low: int,
-) -> torch.dtype | None:
-    """Raise `ValueError` unless the arguments are what `split` says. Returns the gradients' dtype, None if there are none."""
-    dtype = _check_weights("gradient", layout, grads)
-    check_flat("squares", layout.device, squares, layout.channels, torch.float32)
-    check_flat("selected", layout.device, selected, layout.selected_numel, dtype)
-    _check_piece("deferred", layout, deferred, low, dtype)
-    return dtype
-
-
-def check_parts(parts: Sequence[Part]) -> torch.device | None:
-    """Raise `ValueError` unless the parts are what `Part` says, on one device. Returns it, None if there are no parts."""
-    device = parts[0].layout.device if parts else None
-    for part in parts:
-        layout = part.layout
-        if layout.device != device:
-            raise ValueError(f"the parts of an update must be on one device, not {device} and {layout.device}")
-        if any(weight is None for weight in part.weights):
-            raise ValueError("every weight of a part must be there when an update is planned")
-        dtype = _check_weights("weight", layout, part.weights)
-        check_flat("channels", layout.device, part.channels, layout.places, torch.int32)
-        for name, flat in (("master", part.master), ("exp_avg", part.exp_avg), ("exp_avg_sq", part.exp_avg_sq)):
-            check_flat(name, layout.device, flat, layout.selected_numel, torch.float32)
-        check_flat("steps", layout.device, part.steps, layout.places, torch.int32)
-        check_flat("grad", layout.device, part.grad, layout.selected_numel, dtype)
-    return device
-
-
-def check_step(
-    device: torch.device | None, weights: int, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor
-) -> None:
-    """Raise `ValueError` unless the arguments are what `Update.step` says for so many weights on this device."""
-    if len(hypers) != weights:
-        raise ValueError(f"{weights} weights need as many hypers, not {len(hypers)}")
-    if device is not None:
-        check_flat("factors", device, factors, weights, torch.float32)
-        check_flat("skip", device, skip, 1, torch.bool)
-
-
-def check_publish(layout: BlockLayout, weights: Sequence[Tensor | None], values: Tensor, low: int) -> torch.dtype | None:
-    """Raise `ValueError` unless the arguments are what `publish` says. Returns the weights' dtype, None if there are none."""
-    dtype = _check_weights("weight", layout, weights)
-    _check_piece("values", layout, values, low, dtype)
-    return dtype
-
-
-def _check_weights(name: str, layout: BlockLayout, tensors: Sequence[Tensor | None]) -> torch.dtype | None:
-    segments = layout.segments
-    if len(tensors) != len(segments):
-        raise ValueError(f"{len(segments)} weights need as many entries, not {len(tensors)}")
-    dtype = None
-    for index, tensor in enumerate(tensors):
-        if tensor is None:
-            continue
-        if dtype is None:
-            dtype = tensor.dtype
-            if dtype not in DTYPES:
-                raise ValueError(f"{name} {index} must be fp32, bf16 or fp16, not {dtype}")
-        if (
-            tensor.dtype != dtype
-            or tensor.numel() != segments[index].numel
-            or not tensor.is_contiguous()
-            or tensor.device != layout.device
-        ):
-            raise ValueError(
-                f"{name} {index} must be {segments[index].numel} contiguous {dtype} elements on {layout.device}, not "
-                f"{tensor.dtype} of shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
-            )
-    return dtype
-
-
-def check_flat(name: str, device: torch.device, flat: Tensor, numel: int, dtype: torch.dtype | None) -> None:
-    if (
-        flat.numel() != numel
-        or (dtype is not None and flat.dtype != dtype)
-        or not flat.is_contiguous()
-        or flat.device != device
-    ):
-        raise ValueError(
-            f"{name} must be {numel} contiguous {dtype or ''} elements on {device}, not {flat.dtype} of shape "
-            f"{tuple(flat.shape)}, strides {flat.stride()}, on {flat.device}"
-        )
-
-
-def _check_piece(name: str, layout: BlockLayout, flat: Tensor, low: int, dtype: torch.dtype | None) -> None:
-    numel = layout.deferred_numel
-    if low or flat.numel() != numel:
-        high = low + flat.numel()
-        if not (0 <= low <= high <= numel and layout.begins_row(low) and (high == numel or layout.begins_row(high))):
-            raise ValueError(
-                f"{name} must be {numel} elements, or a piece of them that begins and ends where rows do, not those from "
-                f"{low} to {high}"
-            )
-        numel = flat.numel()
-    check_flat(name, layout.device, flat, numel, dtype)

@@ -18,7 +18,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from stallfree.kernels.block import DTYPES, check_flat
+from stallfree.kernels.block import DTYPES
+from stallfree.kernels.checks import check_flat
 
 MARGIN = 1e-6  # added to a norm that is divided by, as torch.nn.utils.clip_grad_norm_ does
 

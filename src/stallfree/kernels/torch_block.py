@@ -7,16 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from stallfree.kernels.block import (
-    BlockLayout,
-    Part,
-    Targets,
-    Update,
-    check_parts,
-    check_publish,
-    check_split,
-    check_step,
-)
+from stallfree.kernels.block import BlockLayout, Part, Targets, Update
+from stallfree.kernels.checks import Planned, check_publish, check_split, check_step
 from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.judging import Evidence, Judging, Policy
 from stallfree.kernels.torch_judging import TorchJudging
@@ -71,21 +63,32 @@ class TorchUpdate:
     """`Update` as torch operations, a weight at a time."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
-        self._device = check_parts(parts)
+        self._planned = Planned.of(parts)
         self._weights = [(part, index) for part in parts for index in range(len(part.weights))]
 
-    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor) -> None:
-        check_step(self._device, len(self._weights), hypers, factors, skip)
+    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor, memory: Tensor | None = None) -> None:
+        check_step(self._planned, hypers, factors, skip, memory)
         for number, hyper in enumerate(hypers):
             if hyper is not None:
-                _adamw(*self._weights[number], hyper, factors[number], skip)
+                part, index = self._weights[number]
+                _adamw(part, index, _gradient(part, memory), hyper, factors[number], skip)
 
 
-def _adamw(part: Part, index: int, hyper: Hyper, factor: Tensor, skip: Tensor) -> None:
+def _gradient(part: Part, memory: Tensor | None) -> Tensor:
+    """The selected rows of a part's gradients."""
+    if isinstance(part.grad, Tensor):
+        return part.grad
+    dtype, numel = part.weights[0].dtype, part.layout.selected_numel
+    if memory is None or not numel:  # nobody reads any
+        return torch.empty(numel, dtype=dtype, device=part.layout.device)
+    return memory[part.grad : part.grad + numel * dtype.itemsize].view(dtype)
+
+
+def _adamw(part: Part, index: int, gradient: Tensor, hyper: Hyper, factor: Tensor, skip: Tensor) -> None:
     layout, weight = part.layout, part.weights[index]
     lr, beta1, beta2, eps, weight_decay = hyper
     old_master, old_avg, old_avg_sq, grad = (
-        layout.selected_rows(flat, index) for flat in (part.master, part.exp_avg, part.exp_avg_sq, part.grad)
+        layout.selected_rows(flat, index) for flat in (part.master, part.exp_avg, part.exp_avg_sq, gradient)
     )
     taken = layout.places_of(part.steps, index)
     taken += ~skip

@@ -23,7 +23,8 @@ import triton
 from torch import Tensor
 
 from stallfree.kernels import driver
-from stallfree.kernels.block import BlockLayout, Part, Targets, check_publish, check_split
+from stallfree.kernels.block import BlockLayout, Part, Targets
+from stallfree.kernels.checks import check_publish, check_split
 from stallfree.kernels.judging import Evidence, Policy
 from stallfree.kernels.triton_functions import INTERPRETED, publish_kernel, split_kernel, sum_chunks_kernel
 from stallfree.kernels.triton_judging import TritonJudging

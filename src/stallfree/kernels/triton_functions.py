@@ -14,7 +14,7 @@ kernel = triton.jit(
     do_not_specialize=(
         *("tiles", "targets", "channel_of", "partial", "squares", "selected", "deferred", "values", "low", "high"),
         *("addresses", "present"),
-        *("factors", "skip", "lr", "beta1", "beta2", "eps", "weight_decay"),
+        *("factors", "base", "skip", "lr", "beta1", "beta2", "eps", "weight_decay"),
     )
 )
 
@@ -212,7 +212,8 @@ def count_kernel(
 
 @kernel
 def adamw_kernel(
-    tiles: tl.int64,  # [programs, 13]
+    tiles: tl.int64,  # [programs, 14]
+    base: tl.int64,  # of gradients that have a place there
     skip: tl.int64,
     present,
     DTYPE: tl.constexpr,
@@ -224,7 +225,7 @@ def adamw_kernel(
 ) -> None:
     """One AdamW step of LENGTH elements of PLACES selected channels, and what the weight shows of it."""
     G_BYTES: tl.constexpr = DTYPE.primitive_bitwidth // 2  # 4 elements per thread, as of the state: nothing is rearranged
-    row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 13
+    row = _pointer(tiles, tl.int64, False) + tl.program_id(0) * 14
     segment = tl.load(row)
     place = tl.load(row + 1).to(tl.int32) * PLACES + tl.arange(0, PLACES)
     position = tl.load(row + 2).to(tl.int32) * LENGTH + tl.arange(0, LENGTH)
@@ -236,7 +237,7 @@ def adamw_kernel(
     master = _pointer(tl.load(row + 8), tl.float32, ALIGNED)
     exp_avg = _pointer(tl.load(row + 9), tl.float32, ALIGNED)
     exp_avg_sq = _pointer(tl.load(row + 10), tl.float32, ALIGNED)
-    grad = _pointer(tl.load(row + 11), DTYPE, ALIGNED, G_BYTES)
+    grad = _pointer(tl.load(row + 11) + tl.load(row + 13) * base.to(tl.int64), DTYPE, ALIGNED, G_BYTES)  # times 0 or 1
     weight = _pointer(tl.load(row + 12), DTYPE, ALIGNED and not COLUMNS, G_BYTES)
     skipped = tl.load(_pointer(skip, tl.int8, False)) != 0
     if skipped | (_is_present(present, segment) == 0):

@@ -1,8 +1,9 @@
 """AdamW of all selected and resident channels in Triton: a few launches per step, however many blocks there are.
 
 Everything that stays where it is, weights included, is named by device tables. Which weights take a step travels as kernel
-arguments, words of a bit mask. So does a `Hyper`, of which there are few: one launch for each advances counts and works out
-coefficients; then one launch for each kind of weight (dtype, axis, alignment) does AdamW.
+arguments, words of a bit mask. So does the address of the memory that gradients of blocks are in: a table says which gradient
+has its place there, and which an address of its own. And so does a `Hyper`, of which there are few: one launch for each
+advances counts and works out coefficients; then one launch for each kind of weight (dtype, axis, alignment) does AdamW.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import triton
 from torch import Tensor
 
 from stallfree.kernels import driver
-from stallfree.kernels.block import Part, Segment, check_parts, check_step
+from stallfree.kernels.block import Part, Segment
+from stallfree.kernels.checks import Planned, check_step
 from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.triton_functions import adamw_kernel, count_kernel
 from stallfree.kernels.triton_launch import Launch, launch_all
@@ -59,6 +61,7 @@ class _Weight(NamedTuple):
     channel_of: int
     steps: int
     elements: tuple[int, ...]  # of master, exp_avg, exp_avg_sq, gradient, weight
+    moves: bool  # the gradient's is a place in each step's memory
 
 
 def _weight(number: int, part: Part, index: int) -> _Weight:
@@ -67,12 +70,14 @@ def _weight(number: int, part: Part, index: int) -> _Weight:
     place, element = layout.place_starts[index], layout.selected_starts[index]
     channel_of, steps = (flat.data_ptr() + 4 * place for flat in (part.channels, part.steps))
     state = [flat.data_ptr() + 4 * element for flat in (part.master, part.exp_avg, part.exp_avg_sq)]
-    grad, shown = part.grad.data_ptr() + item * element, weight.data_ptr()
+    moves = isinstance(part.grad, int)  # from an address that is a multiple of what is asked here
+    first, shown = part.grad if isinstance(part.grad, int) else part.grad.data_ptr(), weight.data_ptr()
+    grad = first + item * element
     columns = segment.channel_dim == 1
     rounded = [grad] if columns else [grad, shown]  # moved 4 elements at a time, as the state; columns are written singly
     aligned = segment.length % 8 == 0 and all(address % 16 == 0 for address in state)
     aligned = aligned and all(address % (4 * item) == 0 for address in rounded)
-    return _Weight(number, segment, _Kind(weight.dtype, columns, aligned), channel_of, steps, (*state, grad, shown))
+    return _Weight(number, segment, _Kind(weight.dtype, columns, aligned), channel_of, steps, (*state, grad, shown), moves)
 
 
 class _Portion:
@@ -93,7 +98,7 @@ class _Portion:
             tile = kind.tile(tiling)
             grid = (triton.cdiv(segment.selected, tile.channels), triton.cdiv(segment.length, tile.length))
             geometry = (segment.length // kind.unit, segment.channels, segment.selected)
-            rows[kind].append(programs(place, *grid, *geometry, weight.channel_of, address, *weight.elements))
+            rows[kind].append(programs(place, *grid, *geometry, weight.channel_of, address, *weight.elements, weight.moves))
             numbers[kind].append(weight.number)
         self.count_table = table(counts, device)
         self.count = Launch(count_kernel, self.count_table.programs, (COUNT_PLACES,), 4)
@@ -134,11 +139,11 @@ class TritonUpdate:
     """
 
     def __init__(self, parts: Sequence[Part], device: torch.device, tiling: Tiling) -> None:
-        if check_parts(parts) not in (None, device):
+        self._planned = Planned.of(parts)
+        if self._planned.device not in (None, device):
             raise ValueError(f"the parts are on {parts[0].layout.device}, the kernel on {device}")
         self._parts, self._device = tuple(parts), device
         pairs = [(part, index) for part in parts for index in range(len(part.weights))]
-        self._count = len(pairs)
         weights = [_weight(number, *pair) for number, pair in enumerate(pairs)]
         weights = [weight for weight in weights if weight.segment.selected]
         ends = list(accumulate((SETTINGS + 2 * weight.segment.selected for weight in weights), initial=0))
@@ -155,17 +160,18 @@ class TritonUpdate:
         self._arrangement = _Arrangement((), ())
         self._load()
 
-    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor) -> None:
-        check_step(self._device, self._count, hypers, factors, skip)
+    def step(self, hypers: Sequence[Hyper | None], factors: Tensor, skip: Tensor, memory: Tensor | None = None) -> None:
+        check_step(self._planned, hypers, factors, skip, memory)
         hypers = list(hypers)
         if hypers != self._hypers:  # quick where they are the same objects
             self._arrange(hypers)
         factor, flag, settings = factors.data_ptr(), skip.data_ptr(), self._settings
+        base = 0 if memory is None else memory.data_ptr()
         counts, states = self._arrangement
         launches: list[tuple[Launch, tuple[int | Mask, ...]]] = [
             (launch, (tiles, factor, flag, *settings[place], mask)) for launch, tiles, place, mask in counts
         ]
-        launches += [(launch, (tiles, flag, mask)) for launch, tiles, mask in states]
+        launches += [(launch, (tiles, base, flag, mask)) for launch, tiles, mask in states]
         if launches:
             with driver.current_device(self._device):
                 launch_all(*launches)
@@ -178,7 +184,7 @@ class TritonUpdate:
                 nobody = portion.mask(())
                 portion.count(portion.count_table.address, 0, flag, *_bits(Hyper(0.0, 0.0, 0.0, 0.0, 0.0)), nobody)
                 for launch, tiles, _ in portion.states:
-                    launch(tiles.address, flag, nobody)
+                    launch(tiles.address, 0, flag, nobody)
 
     def _arrange(self, hypers: list[Hyper | None]) -> None:
         """Prepare steps with these settings."""
