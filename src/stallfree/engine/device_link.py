@@ -15,7 +15,7 @@ from torch import Tensor
 
 from stallfree.engine.blocks import Block
 from stallfree.engine.memory import host_memory
-from stallfree.engine.ring import Ring, part_bytes, piece_bytes, ring_bytes
+from stallfree.engine.ring import Ring, piece_bytes, ring_bytes
 from stallfree.engine.stalls import Stalls
 from stallfree.engine.streams import Point, Stream, Streams, Timeline
 from stallfree.engine.transfer import Arrival, Link
@@ -284,8 +284,8 @@ class DeviceLink(Link):
 
 
 def _parts(source: Tensor, target: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
-    """In which a large copy is made."""
-    count = -(-source.nbytes // max(1, part_bytes()))
+    """In which a large copy is made: memory can be written again as soon as its part is down."""
+    count = -(-source.nbytes // max(1, piece_bytes()))
     return ((source, target),) if count <= 1 else zip(source.chunk(count), target.chunk(count), strict=True)
 
 

@@ -20,11 +20,6 @@ def piece_bytes() -> int:
     return STAGING_BYTES // 2
 
 
-def part_bytes() -> int:
-    """A piece is copied down in parts: memory can be written again as soon as its part has been."""
-    return STAGING_BYTES // 4
-
-
 def ring_bytes(blocks: Sequence[Block]) -> tuple[int, int]:
     """Of staging memory, down and up. Up comes a fraction of what goes down, and one piece is enough at a time.
 
@@ -75,7 +70,10 @@ class Ring:
 
     @property
     def ahead(self) -> int:
-        """How many bytes there are before the next share begins anew at the front."""
+        """How many bytes there are before the next share begins anew at the front: all, if nobody needs any of them still."""
+        if self._next and all(share.used is not None and share.used.passed for share in self._held):
+            self._held.clear()
+            self._next = 0
         return self.size - self._next
 
     def _start(self, nbytes: int) -> int:
