@@ -25,7 +25,7 @@ def test_staging_memory_is_what_the_planner_says_however_large_a_block(monkeypat
     blocks, link = [state.block for state in optimizer.engine.blocks], optimizer.engine.link
     total, row = sum(param.nbytes for param in params), 64 * dtype.itemsize
     assert (link._down_ring.size, link._up_ring.size) == ring_bytes(blocks)
-    assert max(ring_bytes(blocks)) <= max(min(staging_bytes, total), 2 * row)
+    assert max(ring_bytes(blocks)) <= max(min(staging_bytes * 4 / 3, total), 2 * row)
     for t in range(6):
         accumulate(params, t)
         optimizer.step()
@@ -40,7 +40,8 @@ def test_staging_memory_of_a_large_vocabulary(shape):
     embedding, layer = (torch.nn.Parameter(torch.empty(s, dtype=torch.bfloat16, device="meta")) for s in (shape, (4096, 4096)))
     config = ZenFlowConfig()
     _, weights = classify([("embed_tokens.weight", embedding), ("layers.0.weight", layer)], config)
-    assert ring_bytes(build_blocks(weights, config)) == (384 << 20, 256 << 20)
+    total = sum(weight.numel for weight in weights) * 2
+    assert ring_bytes(build_blocks(weights, config)) == (384 << 20, min(total, 512 << 20))
 
 
 def test_a_large_block_is_published_piece_by_piece_when_its_turn_has_come(monkeypatch):
@@ -114,15 +115,18 @@ def test_later_pieces_of_a_large_block_go_between_those_of_others(monkeypatch):
         optimizer.zero_grad()
     count = sum(block == 4 for block, _ in sent)
     assert count > 6
-    first = [(4, 0), (4, 128), (3, 0), (4, 256), (2, 0), (4, 384), (1, 0), (4, 512), (0, 0)]
-    assert sent == first + [(4, 128 * place) for place in range(5, count)]
+    lows = [low for block, low in sent if block == 4]
+    assert lows == sorted(set(lows))
+    others = [(4, lows[0]), (4, lows[1]), (3, 0), (4, lows[2]), (2, 0), (4, lows[3]), (1, 0), (4, lows[4]), (0, 0)]
+    assert sent == others + [(4, low) for low in lows[5:]]
     optimizer.close()
 
 
-def test_a_block_that_staging_memory_holds_whole_is_cut_only_where_that_begins_anew(monkeypatch):
-    """In the second call 512 bytes are left there, 8 rows."""
-    use(monkeypatch, staging_bytes=64 * 16 * 4 + 2 * 256)
-    params, optimizer = large(topk_ratio=0.0)
+@pytest.mark.parametrize("late", [False, True])
+def test_a_block_that_staging_memory_holds_whole_is_cut_only_where_that_begins_anew(monkeypatch, late):
+    """512 bytes are left there, 8 rows, unless the copy of the call before has been made: then all is free again."""
+    use(monkeypatch, lambda: time.sleep(0.05 if late else 0.0), staging_bytes=64 * 16 * 4 + 2 * 256)
+    params, optimizer = large(topk_ratio=0.0, update_interval=8, full_warm_up_rounds=0, stagger=False)
     block, sent, send = optimizer.engine.blocks[-1], [], Sending._send
 
     def noted(self, block, places, grads, low, target):
@@ -135,7 +139,10 @@ def test_a_block_that_staging_memory_holds_whole_is_cut_only_where_that_begins_a
         assert block.turn == 1
         optimizer.step()
         optimizer.zero_grad()
-    assert sent == [(0, 64 * 16, False), (0, 128, False), (128, 64 * 16 - 128, False)]
+        if not late:
+            optimizer.engine.link.wait_down()
+    whole = (0, 64 * 16, False)
+    assert sent == [whole, *([(0, 128, False), (128, 64 * 16 - 128, False)] if late else [whole])]
     assert not optimizer.engine.sending.later
     optimizer.close()
 

@@ -25,8 +25,8 @@ def waited_ms(run: dry_run.Run, calls: int = 4) -> dict[str, float]:
 def test_copies_of_a_large_model_find_room_in_time():
     """Blocks cut in two without regard for where memory begins anew waited 38 ms of each step of 735, modelled and measured."""
     waits = waited_ms(measured(*SEVEN))
-    assert waits.pop("staging memory") < 4
-    assert waits.pop("what is published in backward") < 9, "what an embedding of a GB has left when backward is over"
+    assert waits.pop("staging memory", 0.0) < 1
+    assert waits.pop("what is published in backward") < 4, "what an embedding of a GB has left when backward is over"
     assert not waits
 
 

@@ -109,9 +109,9 @@ def test_a_line_for_each_mode(plan):
         for text in DEFAULT
     }
     assert rows["device"].endswith("no: GPU 47.7 short")
-    assert "  1.60-6.38  fits: GPU 54.2 left, host 41.2" in rows["stallfree"], "auto: from the largest S to the first"
-    assert rows["stallfree:update_interval=4,moments_dtype=bfloat16"].split()[3:6] == ["14.2", "8.52", "0.62"]
-    assert rows["stallfree:update_interval=4"].endswith("12.8       3.19  fits: GPU 54.2 left, host 73.4")
+    assert "  1.60-6.38  fits: GPU 54.0 left, host 41.2" in rows["stallfree"], "auto: from the largest S to the first"
+    assert rows["stallfree:update_interval=4,moments_dtype=bfloat16"].split()[3:6] == ["14.2", "8.52", "0.88"]
+    assert rows["stallfree:update_interval=4"].endswith("12.8       3.19  fits: GPU 54.0 left, host 73.4")
     for line in PAGE.read_text(encoding="utf-8").split("```")[3].splitlines()[2:]:
         assert line in lines, "docs/plan.md shows what the command prints"
 
@@ -122,7 +122,7 @@ def test_a_narrow_terminal_shows_the_sums(plan, monkeypatch):
     _, lines, _ = plan("--model", "7b", "--gpu-memory", 80, "--host-memory", 200, "zero-offload")
     rows = [re.sub("\x1b.*?m", "", line) for line in lines]
     assert all(len(row) <= 80 for row in rows[2:5])
-    assert rows[4].split() == ["zero-offload", "15.8", "99.3", "fits:", "GPU", "64.2", "left,", "host", "100.7"]
+    assert rows[4].split() == ["zero-offload", "16.1", "99.3", "fits:", "GPU", "63.9", "left,", "host", "100.7"]
 
 
 def test_modes_are_words_behind_the_flag(plan):

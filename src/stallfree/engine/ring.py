@@ -12,23 +12,24 @@ from stallfree.engine.blocks import Block
 from stallfree.engine.streams import Point
 
 VIEWS = 256  # of the ring's memory that are kept
-STAGING_BYTES = 384 << 20  # device memory for copies under way to the host, whatever the size of a block
+STAGING_BYTES = 384 << 20  # device memory for copies under way to the host, whatever the size of a block; up a third more
 
 
 def piece_bytes() -> int:
-    """Larger blocks are copied in pieces: of two, one is copied while the other is written or read."""
-    return STAGING_BYTES // 2
+    """Larger copies are made in pieces: of two, one is under way while the other is written or read."""
+    return STAGING_BYTES // 3
 
 
 def ring_bytes(blocks: Sequence[Block]) -> tuple[int, int]:
-    """Of staging memory, down and up. Up comes a fraction of what goes down, and one piece is enough at a time.
+    """Of staging memory, down and up. Up comes a fraction of what goes down, but what waits there for its turn in backward, and
+    finds no room, comes when backward is over, and computation waits for it.
 
-    More than `STAGING_BYTES` only if one row takes more than half of that.
+    More than that only if one row takes more than half of `STAGING_BYTES`.
     """
     sizes = [block.numel * block.dtype.itemsize for block in blocks]
     rows = [block.row_numel * block.dtype.itemsize for block in blocks]
     largest = max((min(size, max(piece_bytes(), row) + row) for size, row in zip(sizes, rows, strict=True)), default=0)
-    down, up = (max(largest, min(most, sum(sizes))) for most in (STAGING_BYTES, STAGING_BYTES * 2 // 3))
+    down, up = (max(largest, min(most, sum(sizes))) for most in (STAGING_BYTES, STAGING_BYTES * 4 // 3))
     return down, up
 
 
