@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from stallfree import ZenFlowAdamW
+from stallfree.engine.memory import PAGE
 from stallfree.engine.window import BlockState
 from stallfree.kernels.block import BlockKernel, BlockLayout, Targets
 from stallfree.kernels.queue import HostQueue
@@ -40,6 +41,9 @@ def take_host_away(optimizer: ZenFlowAdamW) -> None:
     if not engine.blocks:  # nothing is deferred
         return
     engine.publishing.kernel = Aside(engine.kernel, engine.blocks)
+    for state in engine.weights.values():
+        for flat in state.host.flats:  # hand-overs would be the first to touch these pages, a few in each call
+            flat.view(-1).view(torch.uint8)[::PAGE].add_(0)
     queue: HostQueue = engine.worker.queue
     submit = queue.submit
 
