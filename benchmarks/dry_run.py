@@ -297,6 +297,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--step-ms", type=float, help="forward and backward (as measured, or assumed, for 8 × 1024 tokens)")
     parser.add_argument("--host-ms", type=float, help="host work of a step (the cost model's)")
     parser.add_argument("--bandwidth", type=float, default=PCIE / 1e9, help="GB/s of the bus, each way (%(default)s)")
+    parser.add_argument("--select-interval", type=int, metavar="CALLS", help="with selections (none but the first)")
     parser.add_argument("--calls", type=int, default=20)
     return parser.parse_args(arguments)
 
@@ -308,7 +309,7 @@ def measure(options: argparse.Namespace) -> Run:
         max_update_interval=options.interval,
         moments_dtype=options.moments,
         full_warm_up_rounds=1,
-        select_interval=10**6,
+        select_interval=options.select_interval or 10**6,
         block_numel=BLOCK_NUMEL,
     )
     host_s = window_s(options.interval, THREADS, DRAM) * 0.9 * model.parameters / options.interval

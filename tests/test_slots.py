@@ -164,7 +164,7 @@ def qwen(vocabulary: int, hidden: int, inner: int, layers: int, keys: int, tied:
     [
         ((151936, 896, 4864, 24, 128, True), 6.7, 11.7),  # 0.5B: one block has 28% of the parameters
         ((151936, 1536, 8960, 28, 256, True), 6.1, 10.3),  # 1.5B
-        ((152064, 3584, 18944, 28, 512, False), 5.9, 10.4),  # 7B
+        ((152064, 3584, 18944, 28, 512, False), 6.1, 10.6),  # 7B
     ],
     ids=["0.5B", "1.5B", "7B"],
 )

@@ -109,9 +109,9 @@ def test_a_line_for_each_mode(plan):
         for text in DEFAULT
     }
     assert rows["device"].endswith("no: GPU 47.7 short")
-    assert "  1.60-6.38  fits: GPU 54.0 left, host 41.2" in rows["stallfree"], "auto: from the largest S to the first"
+    assert "  1.60-6.38  fits: GPU 54.0 left, host 40.0" in rows["stallfree"], "auto: from the largest S to the first"
     assert rows["stallfree:update_interval=4,moments_dtype=bfloat16"].split()[3:6] == ["14.2", "8.52", "0.88"]
-    assert rows["stallfree:update_interval=4"].endswith("12.8       3.19  fits: GPU 54.0 left, host 73.4")
+    assert rows["stallfree:update_interval=4"].endswith("12.8       3.19  fits: GPU 54.0 left, host 72.2")
     for line in PAGE.read_text(encoding="utf-8").split("```")[3].splitlines()[2:]:
         assert line in lines, "docs/plan.md shows what the command prints"
 

@@ -212,15 +212,27 @@ def _bytes(counts: Mapping[int, int]) -> int:
 
 
 def _cell_sizes(blocks: Sequence[Block]) -> dict[Block, int]:
-    """Of gradients once channels are selected. Until then a gradient takes more than one cell, and is alone in its window."""
+    """Of gradients once channels are selected. Until then a gradient takes more than one cell, and is alone in its window.
+
+    Two blocks that nobody else is like share none: they are mostly a model's ends, a table and an output layer. The one that is
+    first in backward would have to wait until the host is done with the other's window, the last one of a call.
+    """
+    groups: list[list[Block]] = []
+    for block in sorted(blocks, key=lambda block: -_deferred_bytes(block)):
+        if groups and _deferred_bytes(groups[-1][0]) <= _deferred_bytes(block) * (1 + ALIKE):
+            groups[-1].append(block)
+        else:
+            groups.append([block])
     sizes: dict[Block, int] = {}
-    last = 0
-    for block in sorted(blocks, key=lambda block: -block.deferred_numel * block.dtype.itemsize):
-        size = pages(block.deferred_numel * block.dtype.itemsize)
-        if last > size * (1 + ALIKE) or not last:
-            last = size
-        sizes[block] = last
+    for group in groups:
+        alone = len(group) == 2 < len(blocks)
+        for place, block in enumerate(group):  # sizes are what tells cells apart
+            sizes[block] = pages(_deferred_bytes(group[0])) + (PAGE * place if alone else 0)
     return sizes
+
+
+def _deferred_bytes(block: Block) -> int:
+    return block.deferred_numel * block.dtype.itemsize
 
 
 def _play(
