@@ -37,7 +37,7 @@ def test_room_is_what_they_would_wait_for(monkeypatch):
 
 
 def test_a_selection_of_a_large_model_is_no_burst():
-    """One call took 1,079 ms on an H200, and 1,033 here, when table and output layer shared slots: that one's gradient waited."""
+    """With slots shared by table and output layer one call took 1,079 ms on an H200, and 1,033 here."""
     run = measured(*SEVEN, "--select-interval", "12", "--calls", "32")
     steady = run.seconds[8:]
     assert max(steady) < 1.08 * sum(steady) / len(steady)
