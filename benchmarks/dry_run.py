@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from benchmarks.scaling.cases import ADAMW_S, BOTH_WAYS, DRAM, FORWARD, KERNELS_S, MODELS, PCIE, THREADS, Model
 from benchmarks.scaling.simulation import window_s
 from stallfree import ZenFlowAdamW, ZenFlowConfig
-from stallfree.engine import pipeline, ring
+from stallfree.engine import pipeline, ring, window
 from stallfree.engine.device_link import DeviceLink
 from stallfree.engine.streams import Point, Timeline
 from stallfree.kernels.torch_block import TorchBlock
@@ -228,6 +228,7 @@ def record(model: Model, config: ZenFlowConfig, step_s: float, host_s: float, ca
             (pipeline, "block_kernel", lambda device: kernels),
             (pipeline, "link_to", lambda device: DeviceLink(device, recorder)),  # type: ignore[arg-type]
             (ring, "STAGING_BYTES", ring.STAGING_BYTES // smaller),
+            (window, "LEAST", max(1, window.LEAST // smaller)),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
         optimizer = ZenFlowAdamW(named.items(), lr=1e-5, config=config)
@@ -265,7 +266,8 @@ def _host(run: Run, done: Timeline) -> dict[str, Any]:
         for work in works:
             for gate in work.gates:
                 recorder.add(HOST, "wait", of=(gate.address, gate.value))
-            recorder.add(HOST, "host", run.host_s * work.calls[0].memory.numel() * recorder.scale)
+            begin, end = work.span or (0, work.calls[0].memory.numel())
+            recorder.add(HOST, "host", run.host_s * (end - begin) * recorder.scale)
             points.append(done.next())
             recorder.add(HOST, "raise", of=(done.address, points[-1].value))
         return points

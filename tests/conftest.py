@@ -26,6 +26,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as for what a shell sta
 
 torch.set_num_threads(1)  # tensors are tiny here: threads would only wait for each other
 
+from stallfree.engine import window  # noqa: E402 (behind the choice of kernels)
+
+window.LEAST = 8  # elements: small windows go to the host in portions, too
+
 
 def pytest_addoption(parser):
     parser.addoption("--run-slow", action="store_true", help="also run tests marked slow")

@@ -18,7 +18,7 @@ from stallfree.engine import slots
 from stallfree.engine.blocks import build_blocks, classify
 from stallfree.engine.memory import PAGE
 from stallfree.engine.pipeline import Engine
-from stallfree.engine.slots import Cell, Slot, SlotPlan, SlotPool, plan_slots
+from stallfree.engine.slots import Cell, Slot, SlotPlan, SlotPool, Until, plan_slots
 from stallfree.engine.streams import Point, Timeline
 
 HALF = settings(max_examples=max(4, settings().max_examples // 2), suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -43,7 +43,7 @@ def test_slots_never_share_memory_and_wait_for_the_last_reader(steps, planned, k
     pool.follow(SlotPlan(sizes, {sizes[block][0]: count for block, count in zip(blocks, planned, strict=True)}))
     host, up = (Timeline(torch.zeros(1, dtype=torch.int32), 0) for _ in range(2))
     held: list[Slot] = []
-    given: dict[Cell, tuple[int, Point]] = {}
+    given: dict[Cell, tuple[int, list[Point]]] = {}  # when it was given back, and by page, until when it is read
     for turn, (which, count, place) in enumerate(steps):
         before = [cell for cell in pool._cells[sizes[blocks[which]][0]] if cell.free]
         slot = pool.take(blocks[which], count * sizes[blocks[which]][0])
@@ -53,15 +53,25 @@ def test_slots_never_share_memory_and_wait_for_the_last_reader(steps, planned, k
         ranges = sorted((s.memory.data_ptr(), s.memory.data_ptr() + s.memory.numel()) for s in held)
         assert all(end <= begin for (_, end), (begin, _) in pairwise(ranges))
         assert all(pool.holds(s.memory) for s in held)
-        assert set(slot.after) == {given[cell][1] for cell in slot.cells if cell in given}
+        begin, end = slot.memory.data_ptr(), slot.memory.data_ptr() + len(slot.memory)
+        claimed = [[c.point for c in slot.after if c.begin <= page < c.end] for page in range(begin, end, PAGE)]
+        until = [[point] for cell in slot.cells if cell in given for point in given[cell][1]]
+        until += [[] for cell in slot.cells if cell not in given for _ in range(cell.size // PAGE)]
+        assert Counter(map(str, claimed)) == Counter(map(str, until))
+        assert all(begin <= claim.begin < claim.end <= end for claim in slot.after)
         if count == 1 and before:  # of those that there were, the one that has been free longest
             assert slot.cells[0] in before
             assert given.get(slot.cells[0], (-1,))[0] == min(given.get(cell, (-1,))[0] for cell in before)
         if len(held) > keep:
             old = held.pop(place % len(held))
-            point = (host if place % 2 else up).next()
-            pool.give([old], point)
-            given |= dict.fromkeys(old.cells, (turn, point))
+            line, size = host if place % 2 else up, old.cells[0].size
+            count = size // PAGE if place % 3 else 1  # each page for itself, or all at once
+            points = [line.next() for _ in range(count)]
+            until = [Until(size // count * (number + 1), point) for number, point in enumerate(points)]
+            pool.give([old], until if count > 1 else points[0])
+            for cell in old.cells:
+                pages = cell.size // PAGE
+                given[cell] = (turn, points if len(old.cells) == 1 and count == pages else points[-1:] * pages)
 
 
 @pytest.fixture

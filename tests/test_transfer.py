@@ -255,15 +255,15 @@ def test_the_host_may_begin_with_a_block_before_the_last_copy_is_there(monkeypat
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
-    plain = [works for works, _ in submitted if works and works[0].exchange is None]
-    handing_over = [(works, sent) for works, sent in submitted if works and works[0].exchange is not None]
+    plain = [works for works, _ in submitted if works and all(work.exchange is None for work in works)]
+    handing_over = [(work, sent) for works, sent in submitted for work in works if work.exchange is not None]
     assert plain
     assert handing_over
     for works in plain:
         first, last = ([gate.value for gate in works[place].gates] for place in (0, -1))
         assert first[0] < last[0]
         assert first[1] == last[1]
-    assert all(work.gates[0].value == sent for works, sent in handing_over for work in works)
+    assert all(work.gates[0].value == sent for work, sent in handing_over)
 
 
 def test_the_lead_is_counted_in_calls(monkeypatch):

@@ -2,6 +2,7 @@
 
 import copy
 import time
+from itertools import accumulate, pairwise
 
 import pytest
 import torch
@@ -111,6 +112,34 @@ def test_queues_agree_on_a_history(dtype, moments, rule):
     assert_same_bits(*results)
 
 
+@pytest.mark.parametrize("divided", [False, True])
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cuts", [(0, 0), (1, 1), (2, 5), (7, 11), (9, 9), (4, 16)])
+def test_a_window_in_spans_is_the_same_window(start, cuts, moments, divided):
+    """Cut between rows, within a weight or between two; empty spans; and chosen weights. A row is worked on where it begins."""
+    starts = row_starts(make_block(), divided)
+    ends = sorted(starts[cut] if cut < len(starts) else starts[-1] for cut in cuts)
+    bounds = [0, *ends, sum(len(w.deferred if divided else w.every) * w.master.shape[1] for w in make_block().weights)]
+    for places in (None, (1,), (0, 2)):
+        whole, parts = (make_block(moments=moments) for _ in range(2))
+        calls = [make_calls(whole, 3, divided) for _ in range(2)]
+        finish(start(), make_window(whole, calls[0], divided=divided, places=places))
+        spans = [make_window(parts, calls[1], divided=divided, places=places, span=span) for span in pairwise(bounds)]
+        queue = start()
+        queue.submit(spans[:1])
+        queue.drain()
+        assert_same_bits(calls[1][0].memory[bounds[1] :], make_calls(parts, 1, divided)[0].memory[bounds[1] :])
+        finish(queue, *spans[1:])
+        assert_same_bits(parts.weights, whole.weights)
+        assert_same_bits([call.memory for call in calls[1]], [call.memory for call in calls[0]])
+
+
+def row_starts(block, divided):
+    """Where each row of a call's gradients begins."""
+    lengths = [w.master.shape[1] for w in block.weights for _ in (w.deferred if divided else w.every)]
+    return list(accumulate(lengths, initial=0))[:-1]
+
+
 @pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 def test_a_merge_files_who_leaves_and_brings_who_arrives(start, moments):
     block = make_block(moments=moments, shapes=((5, 2, 2),))
@@ -185,6 +214,8 @@ def test_bad_windows_are_refused(start):
         (make_window(block, (call._replace(memory=call.memory.float()),)), "bfloat16"),
         (make_window(block, (call._replace(hypers=(HYPER,)),)), "3 weights need as many hypers"),
         (make_window(block, (call._replace(record=torch.zeros(5)),)), "hold a factor for each weight"),
+        (make_window(block, span=(5, 846)), "span must lie in its 845 elements"),
+        (make_window(block, span=(-1, 5)), "span must lie in its 845 elements"),
     ):
         with pytest.raises(ValueError, match=message):
             queue.submit([make_window(block), work])

@@ -16,6 +16,7 @@ from torch import Tensor
 from stallfree.engine.blocks import Block
 from stallfree.engine.memory import host_memory
 from stallfree.engine.ring import Ring, piece_bytes, ring_bytes
+from stallfree.engine.slots import Claim
 from stallfree.engine.stalls import Stalls
 from stallfree.engine.streams import Point, Stream, Streams, Timeline
 from stallfree.engine.transfer import Arrival, Link
@@ -107,7 +108,7 @@ class DeviceLink(Link):
         return source.to(self.device)
 
     @contextmanager
-    def staging(self, target: Tensor, after: Sequence[Point] = ()) -> Iterator[Tensor]:
+    def staging(self, target: Tensor, after: Sequence[Claim] = ()) -> Iterator[Tensor]:
         stream = self.streams.beside if self._now_beside else self._computing()
 
         def wait(point: Point) -> None:
@@ -125,16 +126,20 @@ class DeviceLink(Link):
             if len(self._sent) > 1:
                 self._down_ring.leave(share, [(end - rows.data_ptr(), down) for end, down in self._sent])
 
-    def down(self, source: Tensor, target: Tensor, after: Sequence[Point] = ()) -> None:
+    def down(self, source: Tensor, target: Tensor, after: Sequence[Claim] = ()) -> None:
         self._count(down=source.nbytes)
         streams, copies = self.streams, self.streams.to_host
         if self._now_beside:
             stream, written = streams.beside, self._beside.next()
         else:
             stream, written = self._computing(), self._computed.next()
-        tasks = [streams.wait_for(copies, point) for point in after if not point.passed]
-        tasks += [streams.raise_to(stream, written), streams.wait_for(copies, written)]
+        tasks = [streams.raise_to(stream, written), streams.wait_for(copies, written)]
+        claims = [claim for claim in after if not claim.point.passed]
         for ours, theirs in _parts(source, target):
+            if claims:
+                begin = theirs.data_ptr()
+                mine = [claim for claim in claims if claim.begin < begin + theirs.nbytes and begin < claim.end]
+                tasks += [streams.wait_for(copies, claim.point) for claim in mine]
             tasks += [streams.copy(theirs, ours, copies), streams.raise_to(copies, self._came_down.next())]
             if ours.nbytes:  # else it is nowhere
                 self._sent.append((ours.data_ptr() + ours.nbytes, self._came_down.now()))

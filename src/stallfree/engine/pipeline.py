@@ -218,7 +218,7 @@ class Engine:
         if calls[0].slot is None:  # no gradient in the whole window; its masters are published all the same
             memory = block.take_slot()
             assert block.filling is not None
-            self.link.hold_gates(block.filling.after)  # the host is the first to write it
+            self.link.hold_gates([claim.point for claim in block.filling.after])  # the host is the first to write it
             block.sent = self.link.sent()
             calls = [CollectedCall(calls[0].call, calls[0].record, calls[0].hypers, block.filling, memory)]
             block.filling = None
@@ -246,17 +246,22 @@ class Engine:
         window.due = min(window.due, self.clock.call + 1)  # who moves must be there when the device updates next
 
     def _replay(self, closing: Sequence[tuple[BlockState, Window]]) -> None:
-        """Give the host the windows that close in this call, all at once."""
-        works = []
+        """Give the host the windows that close in this call, all at once: large ones in portions, one after the other."""
+        works: list[WindowWork] = []
         for block, window in closing:
             early, block.early, places = block.early, None, None
             if early is not None:
                 places = tuple(set(range(len(block.weights))) - early.places)
                 window.dropped |= early.dropped
             calls = tuple(self._call(block, collected) for collected in window.calls)
-            works.append(self.host_work(block, calls, window.division.divided, window.lookahead, places, window.exchange))
-        for (block, window), work in zip(closing, self.worker.submit(works), strict=True):
-            window.work = block.work = work
+            *others, last = block.portions(window.division)
+            divided, lookahead = window.division.divided, window.lookahead
+            works += [self.host_work(block, calls, divided, lookahead, places, span) for span in others]
+            works.append(self.host_work(block, calls, divided, lookahead, places, last, window.exchange))
+        points = iter(self.worker.submit(works))
+        for block, window in closing:
+            window.replayed = [(upto, next(points)) for _, upto in block.portions(window.division)]
+            block.work = window.work
             if gives_at_close(self.config):
                 block.give_read(window)
 
@@ -271,11 +276,12 @@ class Engine:
         divided: bool,
         lookahead: float,
         places: tuple[int, ...] | None,
+        span: tuple[int, int] | None = None,
         exchange: HostExchange | None = None,
     ) -> WindowWork:
         pause = self.delay("worker") if self.delay else 0.0
         gates = self.link.gates(None if exchange is not None else block.sent)
-        return WindowWork(block.host, calls, divided, lookahead, True, block.names, gates, places, exchange, pause)
+        return WindowWork(block.host, calls, divided, lookahead, True, block.names, gates, places, span, exchange, pause)
 
     def run(self, state: WeightState, job: ReplayJob) -> None:
         """Do one job now, after whatever the host has still to do."""

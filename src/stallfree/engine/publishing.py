@@ -85,7 +85,7 @@ class Publishing:
 
     def _begin_up(self, window: Window, piece: Piece) -> bool:
         """Bring up a piece, if there is room."""
-        piece.arrival = self.link.begin_up(piece.values, window.work)
+        piece.arrival = self.link.begin_up(piece.values, window.replay_of(piece))
         if piece.arrival is not None:
             window.read = piece.arrival.point
         return piece.arrival is not None
@@ -102,7 +102,7 @@ class Publishing:
         params = [None if place in window.dropped else shard for place, shard in enumerate(block.block.shards)]
         if piece.arrival is None:
             self._begin_up(window, piece)
-        with up(piece.values, window.work, piece.arrival) as values:
+        with up(piece.values, window.replay_of(piece), piece.arrival) as values:
             self.kernel.publish(division.layout, division.targets, params, values, piece.low)
         del window.pieces[0]
         if window.shown:

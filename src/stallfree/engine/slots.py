@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,21 @@ NEVER = 1 << 30  # calls
 ALIKE = 1 / 32  # blocks share cells that are larger than what one of them needs by up to this part
 
 
+class Until(NamedTuple):
+    """Until a moment, somebody reads a slot's first bytes, up to here."""
+
+    nbytes: int
+    point: Point
+
+
+class Claim(NamedTuple):
+    """Until a moment, somebody needs what is between two addresses."""
+
+    begin: int
+    end: int
+    point: Point
+
+
 @dataclass(eq=False, slots=True)
 class Cell:
     """A part of the pool."""
@@ -33,7 +49,7 @@ class Cell:
     start: int  # in the chunk, bytes
     size: int
     free: bool = True
-    after: Point | None = None  # it may be written once this moment has passed
+    after: Sequence[Until] = ()  # its parts, in order, may be written once these moments have passed
     views: dict[tuple[torch.dtype, int], Tensor] = field(default_factory=dict)  # of its memory, as it is used again and again
 
     def precedes(self, other: Cell) -> bool:
@@ -48,9 +64,16 @@ class Slot:
     memory: Tensor  # uint8
 
     @property
-    def after(self) -> tuple[Point, ...]:
-        """It may be written once these moments have passed."""
-        return tuple(cell.after for cell in self.cells if cell.after is not None)
+    def after(self) -> tuple[Claim, ...]:
+        """Its parts may be written once these moments have passed."""
+        claims, begin = [], self.memory.data_ptr()
+        for cell in self.cells:
+            low = begin
+            for nbytes, point in cell.after:
+                claims.append(Claim(low, begin + nbytes, point))
+                low = begin + nbytes
+            begin += cell.size
+        return tuple(claims)
 
     def rows(self, dtype: torch.dtype, numel: int) -> Tensor:
         """Its content, flat."""
@@ -125,12 +148,20 @@ class SlotPool:
                 return run
         return []
 
-    def give(self, slots: Iterable[Slot], after: Point | None) -> None:
-        """They may be written again once a moment has passed."""
+    def give(self, slots: Iterable[Slot], after: Point | Sequence[Until] | None) -> None:
+        """They may be written again once a moment has passed; or of each the first bytes, and then others, once several have.
+
+        None: nobody has begun to read them.
+        """
         for slot in slots:
             for cell in slot.cells:
                 assert not cell.free, "a slot is given back once"
-                cell.free, cell.after = True, after or cell.after
+                cell.free = True
+                if isinstance(after, Point):
+                    cell.after = (Until(cell.size, after),)
+                elif after:  # of a slot of several cells, the last moment holds for all
+                    *first, last = after if len(slot.cells) == 1 else after[-1:]
+                    cell.after = (*first, Until(cell.size, last.point))
                 self._free[cell.size].append(cell)
 
     def holds(self, tensor: Tensor) -> bool:

@@ -19,6 +19,7 @@ from torch import Tensor
 from stallfree.engine.blocks import Block
 from stallfree.engine.memory import host_memory
 from stallfree.engine.ring import Share
+from stallfree.engine.slots import Claim
 from stallfree.engine.stalls import Stalls
 from stallfree.engine.streams import Point, Timeline
 from stallfree.kernels.queue import HostError
@@ -109,13 +110,13 @@ class Link:
         return source
 
     @contextmanager
-    def staging(self, target: Tensor, after: Sequence[Point] = ()) -> Iterator[Tensor]:
+    def staging(self, target: Tensor, after: Sequence[Claim] = ()) -> Iterator[Tensor]:
         """Where the device writes what `down` then copies to `target`, with the same `after`."""
         self._wait_for_all(after)
         yield target
 
-    def down(self, source: Tensor, target: Tensor, after: Sequence[Point] = ()) -> None:
-        """Copy a device tensor into host memory, once some moments have passed.
+    def down(self, source: Tensor, target: Tensor, after: Sequence[Claim] = ()) -> None:
+        """Copy a device tensor into host memory, each part of it once nobody has a claim to its place any more.
 
         The source must be memory that lives on: the copy may be made much later.
         """
@@ -187,12 +188,12 @@ class Link:
         self.wait_for_host(work)
         self.stalls.add(time.perf_counter() - start)
 
-    def _wait_for_all(self, points: Sequence[Point]) -> None:
+    def _wait_for_all(self, claims: Sequence[Claim]) -> None:
         """The same, for memory that the host has still to read. If it fails, the next call says so."""
-        for point in points:
-            if not point.passed:
+        for claim in claims:
+            if not claim.point.passed:
                 with suppress(HostError):
-                    self.wait(point)
+                    self.wait(claim.point)
 
     def _count(self, down: int = 0, up: int = 0) -> None:
         self.bytes_down += down

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from torch import Tensor
 
@@ -15,9 +16,10 @@ from stallfree.engine.gradient import Staged, StagedCall
 from stallfree.engine.host import HostState
 from stallfree.engine.schedule import BlockSchedule
 from stallfree.engine.sharding import FORM, OwnGradients, is_sharded
-from stallfree.engine.slots import Slot, SlotPool
+from stallfree.engine.slots import Slot, SlotPool, Until
 from stallfree.engine.streams import Point
 from stallfree.engine.transfer import Arrival, Link
+from stallfree.kernels.block import BlockLayout
 from stallfree.kernels.hyper import Hyper
 from stallfree.kernels.replay import SlotGradient
 from stallfree.kernels.windows import HostBlock, HostExchange
@@ -98,6 +100,18 @@ class Piece:
     arrival: Arrival | None = None  # on their way up already
 
 
+PORTIONS, LEAST = 4, 1 << 24  # of a window at most; elements of each, below which nobody gains by hearing of it earlier
+
+
+def portions_of(layout: BlockLayout) -> Sequence[tuple[int, int]]:
+    """Neighbouring rows in memory, in about equal portions: elements from, to."""
+    numel = layout.deferred_numel
+    count = min(PORTIONS, max(1, numel // LEAST))
+    return tuple(pairwise(sorted({0, *(layout.row_before(numel * part // count) for part in range(1, count)), numel}))) or (
+        (0, 0),
+    )
+
+
 @dataclass(eq=False, slots=True)
 class Window:
     """What a block collected, from the close to the publish."""
@@ -109,9 +123,19 @@ class Window:
     pieces: list[Piece]  # of what it publishes, those that are not shown yet, in order
     exchange: HostExchange | None = None  # the channels that change hands after its replay
     hands_over: bool = False  # with its publish, channels arrive on the device
-    work: Point | None = None  # its replay; None: done
+    replayed: Sequence[tuple[int, Point]] = ()  # when the host is done with its first elements, and with more; none: it is
     read: Point | None = None  # when what is on its way up has left host memory
     dropped: set[int] = field(default_factory=set)  # weights whose publish an outside write made void
+
+    @property
+    def work(self) -> Point | None:
+        """Its replay; None: done."""
+        return self.replayed[-1][1] if self.replayed else None
+
+    def replay_of(self, piece: Piece) -> Point | None:
+        """When the host is done with a piece of what is published; None: it is."""
+        end = piece.low + piece.values.numel()
+        return next((point for upto, point in self.replayed if upto >= end), self.work)
 
     @property
     def shown(self) -> bool:
@@ -161,6 +185,7 @@ class BlockState:
         self.queue: list[Window] = []
         self.work: Point | None = None  # the last that the host was given; it works in order
         self.early: Early | None = None
+        self._portions: dict[BlockLayout, Sequence[tuple[int, int]]] = {}
         # By weight. Mostly all weights of a block are alike, and a list is asked, and set, at once.
         self.call: StagedCall | None = None  # that gradients are staged for; None: none is
         self.staged: list[Staged | None] = [None] * len(self.weights)
@@ -199,6 +224,13 @@ class BlockState:
         assert first.memory is not None
         return [Piece(low, values) for low, values in self.half.pieces(division.layout, first.memory)]
 
+    def portions(self, division: Division) -> Sequence[tuple[int, int]]:
+        """In which the host gets a window."""
+        layout = division.layout
+        if layout not in self._portions:
+            self._portions[layout] = portions_of(layout)
+        return self._portions[layout]
+
     def give_back(self, slots: Sequence[Slot], read: Point | None = None) -> None:
         """Nobody needs what these slots hold, once it has come up to the device."""
         self.pool.give(slots, read)
@@ -206,7 +238,8 @@ class BlockState:
     def give_read(self, window: Window) -> None:
         """Once the host has done a window's work, all that anybody needs of its slots is what it publishes."""
         read, window.calls = window.calls[1:], window.calls[:1]
-        self.pool.give([collected.slot for collected in read if collected.slot is not None], window.work)
+        until = [Until(upto * self.block.dtype.itemsize, point) for upto, point in window.replayed]
+        self.pool.give([collected.slot for collected in read if collected.slot is not None], until)
 
     def scaled(self, hypers: tuple[Hyper | None, ...]) -> tuple[Hyper | None, ...]:
         """A call's settings as deferred channels have them."""

@@ -14,7 +14,7 @@ import torch
 
 from stallfree.kernels.replay import ReplayJob, check_job
 
-ABI_VERSION = 8
+ABI_VERSION = 9
 LIBRARY = Path(__file__).with_name("_replay.so")
 
 _ISAS = ("portable", "avx2", "avx512", "avx512-rsqrt")

@@ -19,6 +19,7 @@ from stallfree.kernels.windows import HostBlock, WindowWork, check_block, check_
 
 _DIVIDED, _PUBLISH, _MERGE = 1, 2, 4
 _HYPER = struct.Struct("q5d")
+_ALL = (0, (1 << 63) - 1)  # elements
 
 
 class _Weight(ctypes.Structure):
@@ -136,7 +137,7 @@ class NativeQueue(HostQueue):
 
     def _pack(self, work: WindowWork) -> bytes:
         """As stallfree_window and what follows it."""
-        block, calls, divided, lookahead, publish, _, gates, places, exchange, pause = work
+        block, calls, divided, lookahead, publish, _, gates, places, span, exchange, pause = work
         known = self._blocks.get(block)
         if known is None:
             known = self._blocks[block] = _Registered(block)
@@ -151,7 +152,7 @@ class NativeQueue(HostQueue):
         if exchange is not None:
             arrays += [tensor.data_ptr() for tensor in exchange]
         counts = len(calls), len(gates), -1 if places is None else len(places)
-        return layout.pack(layout.size, known.address, lookahead, pause, *counts, flags, *arrays)
+        return layout.pack(layout.size, known.address, lookahead, pause, *counts, flags, *(span or _ALL), *arrays)
 
     def _completed(self) -> int:
         return int(self._quick.stallfree_queue_completed(self._queue))
@@ -170,7 +171,7 @@ class NativeQueue(HostQueue):
 @lru_cache(maxsize=1024)
 def _layout(places: int, gates: int, calls: int, weights: int, merges: bool) -> struct.Struct:
     after = "q" * places + "QQ" * gates + f"QQ{_HYPER.size * weights}s" * calls + "6Q" * merges
-    return struct.Struct("QQdd4i" + after)
+    return struct.Struct("QQdd4iqq" + after)
 
 
 @lru_cache(maxsize=1024)

@@ -80,25 +80,29 @@ class WindowWork(NamedTuple):
     names: str  # whose update it is, for errors
     gates: tuple[Gate, ...] = ()
     places: tuple[int, ...] | None = None  # the weights to update; None: all
+    span: tuple[int, int] | None = None  # of a call's elements: only the rows that begin there are worked on; None: all
     exchange: HostExchange | None = None  # afterwards, let channels change hands as this says
     pause: float = 0.0  # seconds to sleep first: a place for tests to lose time in
 
 
 def window_jobs(work: WindowWork) -> list[ReplayJob]:
     """The jobs of a window whose gates are open. A weight that no call has a gradient for publishes its masters."""
-    block, jobs, start = work.block, [], 0
+    block, jobs, offset = work.block, [], 0
     for place, weight in enumerate(block.weights):
-        rows = weight.deferred if work.divided else weight.every
-        shape, begin = (len(rows), weight.master.shape[1]), start
-        start += shape[0] * shape[1]
-        if work.places is not None and place not in work.places:
+        every, length = weight.deferred if work.divided else weight.every, weight.master.shape[1]
+        low, high = work.span or (0, offset + len(every) * length)
+        first, last = (min(max(-((offset - element) // length), 0), len(every)) for element in (low, high))
+        rows, begin, end = every[first:last], offset + first * length, offset + last * length
+        offset += len(every) * length
+        if not len(rows) or (work.places is not None and place not in work.places):
             continue
+        shape = (len(rows), length)
         slots = []
         for memory, record, hypers in work.calls:
             hyper = hypers[place]
             if hyper is not None and (record is None or not record[0]):
                 factor = 1.0 if record is None else float(record[block.record_start + place])
-                slots.append(SlotGradient(memory[begin:start].view(shape), *hyper, factor))
+                slots.append(SlotGradient(memory[begin:end].view(shape), *hyper, factor))
         jobs.append(
             ReplayJob(
                 master=weight.master,
@@ -109,7 +113,7 @@ def window_jobs(work: WindowWork) -> list[ReplayJob]:
                 slots=tuple(slots),
                 rule=block.rule,
                 lookahead=work.lookahead,
-                out=work.calls[0].memory[begin:start].view(shape) if work.publish else None,
+                out=work.calls[0].memory[begin:end].view(shape) if work.publish else None,
                 commit=True,
                 key=weight.key,
             )
@@ -177,6 +181,8 @@ def check_window(work: WindowWork, numel: int) -> None:
     block = work.block
     if work.publish and not work.calls:
         raise ValueError("a window needs a call to publish")
+    if work.span is not None and not 0 <= work.span[0] <= work.span[1] <= numel:
+        raise ValueError(f"a window's span must lie in its {numel} elements, not from {work.span[0]} to {work.span[1]}")
     if work.exchange is not None:
         check_exchange(block, work.exchange)
     for memory, record, hypers in work.calls:

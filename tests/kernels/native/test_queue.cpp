@@ -65,6 +65,7 @@ std::vector<char> message(const stallfree_block& block, State& state, int window
   head.call_count = kCalls;
   head.gate_count = 1;
   head.place_count = -1;
+  head.end = INT64_MAX;
   head.flags = STALLFREE_DIVIDED | STALLFREE_PUBLISH | (merges ? STALLFREE_MERGE : 0);
   append(bytes, head);
   append(bytes, stallfree_gate{gate, static_cast<uint64_t>(window + 1)});

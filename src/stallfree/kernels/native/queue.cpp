@@ -99,15 +99,21 @@ int32_t replay(stallfree_pool* pool, const Work& work, int64_t* elements) {
   for (int32_t w = 0; w < block.weight_count; ++w) {
     const stallfree_weight& weight = block.weights[w];
     const bool divided = work.is(STALLFREE_DIVIDED);
-    const int64_t rows = weight.channels - (divided ? weight.selected : 0), begin = offset * slot_bytes;
-    offset += rows * weight.length;
-    if (!work.updates(w)) continue;
+    const int64_t all = weight.channels - (divided ? weight.selected : 0);
+    const auto row_from = [&](int64_t element) {
+      return std::clamp<int64_t>((element - offset + weight.length - 1) / weight.length, 0, all);
+    };
+    const int64_t first = row_from(std::max(work.window.begin, offset));
+    const int64_t rows = row_from(std::min(work.window.end, offset + all * weight.length)) - first;
+    const int64_t begin = (offset + first * weight.length) * slot_bytes;
+    offset += all * weight.length;
+    if (rows <= 0 || !work.updates(w)) continue;
     stallfree_job job = {};
     job.master = weight.master;
     job.exp_avg = weight.exp_avg;
     job.exp_avg_sq = weight.exp_avg_sq;
     job.steps = weight.steps;
-    job.rows = divided ? weight.deferred : weight.every;
+    job.rows = (divided ? weight.deferred : weight.every) + first;
     job.slots = slots.data() + slots.size();
     job.out = work.is(STALLFREE_PUBLISH) ? work.call(0).memory + begin : nullptr;
     job.channels = weight.channels;

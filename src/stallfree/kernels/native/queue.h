@@ -57,6 +57,7 @@ typedef struct stallfree_window {
   const stallfree_block* block;
   double lookahead, pause_seconds;
   int32_t call_count, gate_count, place_count, flags;  // place_count -1: all weights
+  int64_t begin, end;                                  // of a call's elements: the rows that begin there are worked on
 } stallfree_window;
 
 typedef struct stallfree_queue_stats {

@@ -20,7 +20,7 @@ extern "C" {
 #endif
 
 // Changes whenever a struct or a function below does; native.py refuses a library with another number.
-#define STALLFREE_ABI_VERSION 8
+#define STALLFREE_ABI_VERSION 9
 
 #define STALLFREE_EXPORT __attribute__((visibility("default")))
 
