@@ -100,7 +100,7 @@ class Piece:
     arrival: Arrival | None = None  # on their way up already
 
 
-PORTIONS, LEAST = 4, 1 << 24  # of a window at most; elements of each, below which nobody gains by hearing of it earlier
+PORTIONS, LEAST = 2, 1 << 24  # of a window at most; elements of each, below which nobody gains by hearing of it earlier
 
 
 def portions_of(layout: BlockLayout) -> Sequence[tuple[int, int]]:
