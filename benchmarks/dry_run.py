@@ -228,7 +228,7 @@ def record(model: Model, config: ZenFlowConfig, step_s: float, host_s: float, ca
             (pipeline, "block_kernel", lambda device: kernels),
             (pipeline, "link_to", lambda device: DeviceLink(device, recorder)),  # type: ignore[arg-type]
             (ring, "STAGING_BYTES", ring.STAGING_BYTES // smaller),
-            (window, "LEAST", max(1, window.LEAST // smaller)),
+            (window, "LEAST_PORTION", max(1, window.LEAST_PORTION // smaller)),
         ):
             stack.enter_context(mock.patch.object(place, name, value))
         optimizer = ZenFlowAdamW(named.items(), lr=1e-5, config=config)

@@ -28,7 +28,7 @@ torch.set_num_threads(1)  # tensors are tiny here: threads would only wait for e
 
 from stallfree.engine import window  # noqa: E402 (behind the choice of kernels)
 
-window.LEAST = 8  # elements: small windows go to the host in portions, too
+window.LEAST_PORTION = 8  # elements: small windows go to the host in portions, too
 
 
 def pytest_addoption(parser):

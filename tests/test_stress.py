@@ -39,6 +39,7 @@ from training import LR, PRESETS, Mirror, train
 
 from stallfree import ZenFlowAdamW
 from stallfree.engine.blocks import Block
+from stallfree.engine.slots import Until
 from stallfree.engine.streams import Timeline
 
 NO_SELECTION = dict(topk_ratio=0.0, full_warm_up_rounds=1)
@@ -136,7 +137,7 @@ def test_the_host_writes_a_slot_only_when_its_last_reader_is_done(monkeypatch):
 
     def taken(block: Block, nbytes: int):
         slot = take(block, nbytes)
-        slot.cells[0].after = last
+        slot.cells[0].after = (Until(slot.cells[0].size, last),)
         return slot
 
     engine.pool.take = taken
@@ -146,7 +147,7 @@ def test_the_host_writes_a_slot_only_when_its_last_reader_is_done(monkeypatch):
     assert engine.worker.queue.stats().windows == 0
     reading.memory.fill_(last.value)
     engine.worker.queue.wait(window.work.value)
-    assert engine.worker.queue.stats().windows == 1
+    assert engine.worker.queue.stats().windows == len(window.replayed) == 2, "in two portions"
     optimizer.close()
 
 

@@ -89,7 +89,7 @@ class Case:
 
     def pieces(self, count):
         """The deferred rows in about so many pieces: from, to."""
-        return pieces(self.layout.segments, -(-self.layout.deferred_numel // count))
+        return pieces(self.layout, -(-self.layout.deferred_numel // count))
 
     def channels_between(self, index, low, high):
         """The channels of a weight whose deferred rows are in a piece."""

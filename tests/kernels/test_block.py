@@ -100,7 +100,7 @@ def test_publish_leaves_absent_weights_alone(kernel, device):
 )
 def test_pieces_are_whole_rows_of_about_equal_size(shapes, numel):
     layout = BlockLayout([Segment(channels, length, 1, min(held, channels)) for channels, length, held in shapes], "cpu")
-    cuts, total = pieces(layout.segments, numel), layout.deferred_numel
+    cuts, total = pieces(layout, numel), layout.deferred_numel
     assert [low for low, _ in cuts] + [total] == [0] + [high for _, high in cuts]
     row = max(segment.length for segment in layout.segments)
     most = max(numel, row)

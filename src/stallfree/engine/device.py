@@ -75,7 +75,7 @@ class SelectedState:
         self.chosen = self._layout([weight.selected_count for weight in block.weights], layouts)
         self._cuts: dict[BlockLayout, tuple[tuple[int, int], ...]] = {}
         for layout in {self.nobody, self.chosen}:
-            self._cuts[layout] = pieces(layout.segments, piece_bytes // block.dtype.itemsize)
+            self._cuts[layout] = pieces(layout, piece_bytes // block.dtype.itemsize)
             kernel.warm_up(layout, block.dtype)
         self._stride = aligned(self.chosen.selected_numel)
         self.memory = torch.zeros(block.state_numel, dtype=torch.float32, device=self.device)

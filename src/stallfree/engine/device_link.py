@@ -44,7 +44,8 @@ class DeviceLink(Link):
         self._stream: Stream | None = None  # that computed last
         self._handle: int | None = None  # its
         self._several = False  # another one has computed before
-        self._sent: list[tuple[int, Point]] = []  # of what is being staged: until which address, and when it is down
+        self._staged: Tensor | None = None  # what is being written, to be sent down
+        self._sent: list[tuple[int, Point]] = []  # of that: how many bytes, and when they are down
         self._calling = streams.current()  # the stream that calls step()
 
     def device_guard(self) -> AbstractContextManager[object]:
@@ -118,13 +119,13 @@ class DeviceLink(Link):
                 self._stall(stream, point, self.crowding)
 
         share = self._down_ring.take(target.nbytes, wait)
-        rows, self._sent = share.rows(target.dtype), []
+        self._staged, self._sent = share.rows(target.dtype), []
         try:
-            yield rows
+            yield self._staged
         finally:
-            share.used = self._came_down.now()
+            self._staged, share.used = None, self._came_down.now()
             if len(self._sent) > 1:
-                self._down_ring.leave(share, [(end - rows.data_ptr(), down) for end, down in self._sent])
+                self._down_ring.leave(share, self._sent)
 
     def down(self, source: Tensor, target: Tensor, after: Sequence[Claim] = ()) -> None:
         self._count(down=source.nbytes)
@@ -141,8 +142,8 @@ class DeviceLink(Link):
                 mine = [claim for claim in claims if claim.begin < begin + theirs.nbytes and begin < claim.end]
                 tasks += [streams.wait_for(copies, claim.point) for claim in mine]
             tasks += [streams.copy(theirs, ours, copies), streams.raise_to(copies, self._came_down.next())]
-            if ours.nbytes:  # else it is nowhere
-                self._sent.append((ours.data_ptr() + ours.nbytes, self._came_down.now()))
+            if self._staged is not None and ours.nbytes:  # what has no bytes is nowhere
+                self._sent.append((ours.data_ptr() + ours.nbytes - self._staged.data_ptr(), self._came_down.now()))
         streams.enqueue(*tasks)
 
     @contextmanager

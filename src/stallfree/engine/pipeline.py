@@ -248,19 +248,21 @@ class Engine:
     def _replay(self, closing: Sequence[tuple[BlockState, Window]]) -> None:
         """Give the host the windows that close in this call, all at once: large ones in portions, one after the other."""
         works: list[WindowWork] = []
+        ends: list[list[int]] = []  # of each window's portions
         for block, window in closing:
+            *others, last = block.portions(window.division)
+            ends.append([upto for _, upto in (*others, last)])
             early, block.early, places = block.early, None, None
             if early is not None:
                 places = tuple(set(range(len(block.weights))) - early.places)
                 window.dropped |= early.dropped
             calls = tuple(self._call(block, collected) for collected in window.calls)
-            *others, last = block.portions(window.division)
             divided, lookahead = window.division.divided, window.lookahead
             works += [self.host_work(block, calls, divided, lookahead, places, span) for span in others]
             works.append(self.host_work(block, calls, divided, lookahead, places, last, window.exchange))
         points = iter(self.worker.submit(works))
-        for block, window in closing:
-            window.replayed = [(upto, next(points)) for _, upto in block.portions(window.division)]
+        for (block, window), upto in zip(closing, ends, strict=True):
+            window.replayed = [(end, next(points)) for end in upto]
             block.work = window.work
             if gives_at_close(self.config):
                 block.give_read(window)

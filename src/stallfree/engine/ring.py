@@ -71,11 +71,14 @@ class Ring:
 
     @property
     def ahead(self) -> int:
-        """How many bytes there are before the next share begins anew at the front: all, if nobody needs any of them still."""
-        if self._next and all(share.used is not None and share.used.passed for share in self._held):
+        """How many bytes there are before the next share begins anew at the front: all, if nobody needs any of them still.
+
+        So it depends on time in how many pieces a block goes, and nothing else does.
+        """
+        if self._next and all(share.used is not None and share.used.passed for share in reversed(self._held)):
             self._held.clear()
             self._next = 0
-        return self.size - self._next
+        return max(0, self.size - self._next)
 
     def _start(self, nbytes: int) -> int:
         """Where the next share begins."""
@@ -95,12 +98,18 @@ class Ring:
         """
         assert nbytes <= self.size
         start = self._start(nbytes)
+        last: dict[int, Point] = {}  # by timeline: of shares that were read part by part
         for share in self._covered(start, nbytes):
-            assert share.used is not None, "the staging memory is too small for what is in use at once"
-            wait(share.used)
+            used = share.used
+            assert used is not None, "the staging memory is too small for what is in use at once"
+            line, other = used.timeline, last.get(used.timeline.address)
+            if other is None or line.since(used) < line.since(other):
+                last[line.address] = used
             self._held.remove(share)
             rest = [(share.start, min(share.end, start)), (max(share.start, start + nbytes), share.end)]
             self._held += [Share(low, high, {}, share.used) for low, high in rest if low < high]
+        for used in last.values():
+            wait(used)
         end = start + nbytes
         self._next = -(-end // self.ALIGNMENT) * self.ALIGNMENT
         if (start, end) not in self._views:

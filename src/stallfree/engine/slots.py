@@ -27,7 +27,11 @@ ALIKE = 1 / 32  # blocks share cells that are larger than what one of them needs
 
 
 class Until(NamedTuple):
-    """Until a moment, somebody reads a slot's first bytes, up to here."""
+    """Until a moment, somebody reads a slot's first bytes, up to here.
+
+    Several for one slot are moments of the host's: it orders its own writes behind its own reads, so that only copies need to
+    wait, each for those in its place. A moment of any other kind holds for a slot as a whole.
+    """
 
     nbytes: int
     point: Point
@@ -149,9 +153,9 @@ class SlotPool:
         return []
 
     def give(self, slots: Iterable[Slot], after: Point | Sequence[Until] | None) -> None:
-        """They may be written again once a moment has passed; or of each the first bytes, and then others, once several have.
+        """They may be written again once a moment has passed; or each of them part by part, as the host is done with it.
 
-        None: nobody has begun to read them.
+        None, or nothing: nobody has begun to read them.
         """
         for slot in slots:
             for cell in slot.cells:
@@ -256,9 +260,11 @@ def _cell_sizes(blocks: Sequence[Block]) -> dict[Block, int]:
             groups.append([block])
     sizes: dict[Block, int] = {}
     for group in groups:
-        alone = len(group) == 2 < len(blocks)
-        for place, block in enumerate(group):  # sizes are what tells cells apart
-            sizes[block] = pages(_deferred_bytes(group[0])) + (PAGE * place if alone else 0)
+        size, alone = pages(_deferred_bytes(group[0])), len(group) == 2 < len(blocks)
+        for block in group:
+            while alone and size in sizes.values():  # sizes are what tells cells apart
+                size += PAGE
+            sizes[block] = size
     return sizes
 
 

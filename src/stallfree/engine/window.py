@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 from torch import Tensor
 
@@ -100,16 +99,15 @@ class Piece:
     arrival: Arrival | None = None  # on their way up already
 
 
-PORTIONS, LEAST = 2, 1 << 24  # of a window at most; elements of each, below which nobody gains by hearing of it earlier
+PORTIONS = 2  # of a window for the host, at most
+LEAST_PORTION = 1 << 24  # elements, below which nobody gains by hearing of it earlier
 
 
 def portions_of(layout: BlockLayout) -> Sequence[tuple[int, int]]:
-    """Neighbouring rows in memory, in about equal portions: elements from, to."""
+    """In which the host gets a window: elements from, to."""
     numel = layout.deferred_numel
-    count = min(PORTIONS, max(1, numel // LEAST))
-    return tuple(pairwise(sorted({0, *(layout.row_before(numel * part // count) for part in range(1, count)), numel}))) or (
-        (0, 0),
-    )
+    count = min(PORTIONS, max(1, numel // LEAST_PORTION))
+    return layout.runs(numel * part // count for part in range(1, count))
 
 
 @dataclass(eq=False, slots=True)
@@ -123,7 +121,7 @@ class Window:
     pieces: list[Piece]  # of what it publishes, those that are not shown yet, in order
     exchange: HostExchange | None = None  # the channels that change hands after its replay
     hands_over: bool = False  # with its publish, channels arrive on the device
-    replayed: Sequence[tuple[int, Point]] = ()  # when the host is done with its first elements, and with more; none: it is
+    replayed: Sequence[tuple[int, Point]] = ()  # up to which of its elements the host is done, and when, in order; none: it is
     read: Point | None = None  # when what is on its way up has left host memory
     dropped: set[int] = field(default_factory=set)  # weights whose publish an outside write made void
 
@@ -225,8 +223,10 @@ class BlockState:
         return [Piece(low, values) for low, values in self.half.pieces(division.layout, first.memory)]
 
     def portions(self, division: Division) -> Sequence[tuple[int, int]]:
-        """In which the host gets a window."""
+        """In which the host gets a window: elements from, to. What it has begun in backward is not worth two."""
         layout = division.layout
+        if self.early is not None:
+            return ((0, layout.deferred_numel),)
         if layout not in self._portions:
             self._portions[layout] = portions_of(layout)
         return self._portions[layout]

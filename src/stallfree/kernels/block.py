@@ -68,22 +68,15 @@ class Segment:
         return flat.view(self.channels, self.length) if self.channel_dim == 0 else flat.view(self.length, self.channels).t()
 
 
-def pieces(segments: Sequence[Segment], numel: int) -> tuple[tuple[int, int], ...]:
+def pieces(layout: BlockLayout, numel: int) -> tuple[tuple[int, int], ...]:
     """Cut a block's deferred rows into pieces of about equal size, each of at most `numel` elements and a row: from, to.
 
     Of more than two the first is smaller: computation waits for memory that it can be written to, and for no other's.
     """
-    lengths = [segment.length for segment in segments]
-    starts, total = _starts(segment.deferred * segment.length for segment in segments)
-    most = max(numel, *lengths)
+    most, total = max([numel, *(segment.length for segment in layout.segments)]), layout.deferred_numel
     first = numel // FIRST if total > 2 * most else 0
     count = -(-(total - first) // most)
-    cuts = {0, total}
-    for goal in (first + (total - first) * number // count for number in range(count)):
-        index = bisect(starts, goal) - 1
-        cuts.add(goal - (goal - starts[index]) % lengths[index])
-    ends = sorted(cuts)
-    return tuple(pairwise(ends)) or ((0, 0),)
+    return layout.runs(first + (total - first) * number // count for number in range(count))
 
 
 class BlockLayout:
@@ -133,17 +126,21 @@ class BlockLayout:
         first, last = (min(max((place - start) // segment.length, 0), segment.deferred) for place in (low, high))
         return range(first, last)
 
+    def runs(self, goals: Iterable[int]) -> tuple[tuple[int, int], ...]:
+        """The flat buffer of deferred rows in runs of whole rows, cut at or before these places: from, to."""
+        ends = sorted({0, *map(self.row_before, goals), self.deferred_numel})
+        return tuple(pairwise(ends)) or ((0, 0),)
+
     def row_before(self, place: int) -> int:
-        """The last place up to there at which a piece of the flat buffer of deferred rows may end."""
+        """The last place, up to this one (0 or more), at which a piece of the flat buffer of deferred rows may end."""
         if place >= self.deferred_numel:
             return self.deferred_numel
-        index = bisect(self.deferred_starts, place) - 1
+        index = bisect(self.deferred_starts, place) - 1  # of equal starts the last: the others have no rows
         return place - (place - self.deferred_starts[index]) % self.segments[index].length
 
     def begins_row(self, place: int) -> bool:
         """Whether a piece of the flat buffer of deferred rows may begin or end there."""
-        index = bisect(self.deferred_starts, place) - 1
-        return index >= 0 and (place - self.deferred_starts[index]) % self.segments[index].length == 0
+        return place >= 0 and self.row_before(place) == place
 
 
 class Targets(NamedTuple):

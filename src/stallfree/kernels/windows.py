@@ -70,7 +70,7 @@ class Gate(NamedTuple):
 
 
 class WindowWork(NamedTuple):
-    """One block's window. Memory and records are read only when the gates are open."""
+    """One block's window, or a portion of it. Memory and records are read only when the gates are open."""
 
     block: HostBlock
     calls: tuple[Call, ...]  # oldest first
@@ -147,8 +147,8 @@ def merge(block: HostBlock, exchange: HostExchange) -> None:
 def check_block(block: HostBlock) -> None:
     """Raise `ValueError` unless a block is what `HostBlock` says. Channel numbers are left to the kernel."""
     for weight in block.weights:
-        if weight.master.ndim != 2 or weight.selected < 0:
-            raise ValueError("a weight's master is [channels, length], and no more channels are deferred than there are")
+        if weight.master.ndim != 2 or weight.master.shape[1] == 0 or weight.selected < 0:
+            raise ValueError("a weight's master is [channels, length > 0], and no more channels are deferred than there are")
         shape = weight.master.shape
         check_array("master", weight.master, shape, (torch.float32,))
         check_array("exp_avg", weight.exp_avg, shape, MOMENT_DTYPES)
