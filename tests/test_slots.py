@@ -74,6 +74,18 @@ def test_slots_never_share_memory_and_wait_for_the_last_reader(steps, planned, k
                 given[cell] = (turn, points if len(old.cells) == 1 and count == pages else points[-1:] * pages)
 
 
+@pytest.mark.parametrize(("alike", "others", "shared"), [(2, 0, True), (2, 3, False), (3, 3, True)])
+def test_two_that_nobody_else_is_like_share_no_cells(small_pages, alike, others, shared):
+    """If there are others: of a model of two blocks it would take a seventh more memory."""
+    shapes = [(8, 100)] * alike + [(8, 40)] * others
+    named = [(f"layers.{place}.weight", nn.Parameter(torch.empty(shape))) for place, shape in enumerate(shapes)]
+    config = ZenFlowConfig(topk_ratio=0.0, min_numel=0, block_numel=1)
+    blocks = build_blocks(classify(named, config)[1], config)
+    sizes = {block.weights[0].name: cell for block, (cell, _) in plan_slots(blocks, config).sizes.items()}
+    assert len({sizes[f"layers.{place}.weight"] for place in range(alike)}) == (1 if shared else 2)
+    assert all(sizes[name] >= param.numel() * 4 for name, param in named)
+
+
 @pytest.fixture
 def small_pages(monkeypatch):
     """So that small blocks have cells of their own sizes."""
