@@ -7,6 +7,7 @@ source or marked as an assumption, and a discrete-event simulation of one rank (
 beside what, what waits for what. All ranks are alike, so one rank, with its share of a host and of the network, stands for
 all. Blocks, phases, what is selected and host memory are the library's own.
 
+Older than the engine: a block that staging memory holds is cut into pieces here, and a window goes to the host whole.
 Left out: selections, the warm-up, waits for a slot of the last close, room in the ring for copies up, activations, stragglers,
 the launching thread, whatever slows a kernel down because another one or a full memory bus is beside it.
 """
