@@ -52,7 +52,10 @@ def seed(request):
     value = request.config.getoption("--seed")
     torch.manual_seed(value)
     random.seed(value)
-    return value
+    yield value
+    left_on = torch.is_grad_enabled()
+    torch.set_grad_enabled(True)
+    assert left_on, "gradients are off now: every test after this one would fail"
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -1,5 +1,6 @@
 """Things that go wrong while training: the error says what, and what is left is whole."""
 
+import contextlib
 import math
 import random
 import signal
@@ -243,6 +244,16 @@ def test_any_other_signal_waits_too(device):
     player.close()
 
 
+def test_a_step_enters_no_inference_mode(device, monkeypatch):
+    """torch's guard of it, when Ctrl-C comes in its exit, lives on for a while and then turns gradients off for good."""
+    player = Player(History(shapes=((6, 8), (8, 6)), calls=(Call(),) * 6, config=ZenFlowConfig(**SMALL)), device)
+    entered = []
+    monkeypatch.setattr(torch, "inference_mode", lambda *_: entered.append(_) or contextlib.nullcontext())
+    player.play()
+    assert not entered
+    player.close()
+
+
 @pytest.mark.parametrize("moment, number", [(1, signal.SIGTERM), (3, signal.SIGINT)])
 def test_a_signal_while_handlers_are_exchanged_leaves_them_as_they_were(monkeypatch, moment, number):
     """When one of two has been replaced, or put back."""
@@ -305,8 +316,8 @@ def test_ctrl_c_at_random_moments_loses_nothing(device, seed, name, alarm):
     for t in range(len(history.calls)):
         player.set_lr()
         try:
-            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, length))
             begun = time.perf_counter()
+            signal.setitimer(signal.ITIMER_REAL, moments.uniform(1e-5, length))
             if name != "step":
                 call(t)
             else:
@@ -317,6 +328,7 @@ def test_ctrl_c_at_random_moments_loses_nothing(device, seed, name, alarm):
             interrupted += 1
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+        assert torch.is_grad_enabled(), f"call {t}: training could not go on"
         length = 0.9 * length + 0.1 * 1.2 * (time.perf_counter() - begun)
         if history.calls[t].before == "flush":
             optimizer.flush()  # once more, if it was interrupted before it began; otherwise there is nothing to do

@@ -33,9 +33,9 @@ from stallfree.engine.sending import Sending
 from stallfree.engine.settings import Hypers, Settings
 from stallfree.engine.sharding import Agreement, RankSums, directly
 from stallfree.engine.slots import SlotPool, gives_at_close
-from stallfree.engine.staging import NOWHERE, Staging
+from stallfree.engine.staging import Staging
 from stallfree.engine.tuner import IntervalTuner
-from stallfree.engine.uninterrupted import uninterrupted
+from stallfree.engine.uninterrupted import NOWHERE, uninterrupted
 from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window
 from stallfree.kernels import block_kernel
 from stallfree.kernels.block import Update

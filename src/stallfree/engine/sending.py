@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from stallfree.engine.transfer import Link
+from stallfree.engine.uninterrupted import outside_inference
 from stallfree.engine.window import BlockState
 
 
@@ -61,7 +62,7 @@ class Sending:
     def finish(self) -> None:
         """Send all of them: before anybody reads what is staged, or applies it."""
         if self.later:
-            with torch.inference_mode(False), torch.no_grad():
+            with outside_inference(), torch.no_grad():
                 while self.later:
                     self.go_on()
 

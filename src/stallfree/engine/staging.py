@@ -7,7 +7,6 @@ call, the block is staged at once; until then `.grad` is a plain tensor. `step()
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -33,13 +32,13 @@ from stallfree.engine.sharding import (
     shard_of,
     whole,
 )
+from stallfree.engine.uninterrupted import NOWHERE
 from stallfree.engine.window import BlockState, Early, WeightState
 from stallfree.kernels.windows import Call
 
 if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
 
-NOWHERE: AbstractContextManager[None] = nullcontext()
 ATTRIBUTES, STAGED = attrgetter("__dict__"), attrgetter("staged")
 PLAIN_ONLY = {Tensor}
 NO_BACKWARD = -1  # what torch calls it

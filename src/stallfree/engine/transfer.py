@@ -22,6 +22,7 @@ from stallfree.engine.ring import Share
 from stallfree.engine.slots import Claim
 from stallfree.engine.stalls import Stalls
 from stallfree.engine.streams import Point, Timeline
+from stallfree.engine.uninterrupted import outside_inference
 from stallfree.kernels.queue import HostError
 from stallfree.kernels.windows import Gate
 
@@ -76,7 +77,7 @@ class Link:
 
     def take(self, nbytes: int) -> Tensor:
         """Memory of the device, contents undefined, for computing streams; the last that uses it is to `hold` it."""
-        with torch.inference_mode(False):
+        with outside_inference():
             return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     @property

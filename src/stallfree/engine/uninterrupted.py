@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
@@ -13,6 +13,15 @@ import torch
 
 # Those whose handlers are known to raise: Ctrl-C, a request to stop, a data loader's dead worker, timeouts and schedulers.
 HELD = (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGALRM, signal.SIGUSR1, signal.SIGUSR2)
+NOWHERE: AbstractContextManager[None] = nullcontext()
+
+
+def outside_inference() -> AbstractContextManager[object]:
+    """Tensors made inside may outlive the caller's inference mode.
+
+    Entered in that mode only: Ctrl-C in the exit leaves torch's guard to whoever frees it, and that turns gradients off.
+    """
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOWHERE
 
 
 @contextmanager
