@@ -10,6 +10,7 @@
 #   benchmarks/on_gpu.sh OUT peers              DeepSpeed's CPU Adam, compiled beforehand: a minute that `step` need not take
 #   benchmarks/on_gpu.sh OUT soak               5,000 steps of a small model with saves
 #   benchmarks/on_gpu.sh OUT step NAME ARGS...  `stallfree bench step ARGS... --output OUT/NAME.json`
+#   benchmarks/on_gpu.sh OUT versus OTHER ROUNDS NAME ARGS...  `step` with another tree of this project and with this one, in turn
 #   benchmarks/on_gpu.sh OUT ranks              the tests of ranks with NCCL, and of several devices, on as many GPUs as there are
 #   benchmarks/on_gpu.sh OUT fsdp NAME ARGS...  benchmarks/fsdp.py ARGS... --output OUT/NAME.json, a rank on every GPU
 #
@@ -26,6 +27,12 @@ if [ -n "${WHEELS:-}" ]; then
   [ -d /tmp/wheels ] || python3 -m pip install -q --no-index --no-deps --target /tmp/wheels "$WHEELS"/*.whl
   export PYTHONPATH="/tmp/wheels:$PYTHONPATH"
 fi
+
+step() { # tree, name of the result, arguments
+  local tree=$1 name=$2
+  shift 2
+  PYTHONPATH="$tree/src:$PYTHONPATH" python3 -c 'import sys; from stallfree.cli import main; sys.exit(main())' bench step "$@" --output "$out/$name.json"
+}
 
 tests() {
   python3 -m pytest -q -n "$(nproc)" -m gpu -p no:cacheprovider "$@" > "$out/$part.txt" 2>&1
@@ -56,7 +63,16 @@ case $part in
   step)
     name=$1
     shift
-    python3 -c 'import sys; from stallfree.cli import main; sys.exit(main())' bench step "$@" --output "$out/$name.json"
+    step "$PWD" "$name" "$@"
+    ;;
+  versus) # each beside its own floor: machines differ from run to run
+    other=$(cd "$1" && pwd) rounds=$2 name=$3
+    shift 3
+    (cd "$other" && python3 setup.py -q build_ext --inplace) || exit 1
+    for round in $(seq "$rounds"); do
+      step "$other" "$name-other-$round" "$@"
+      step "$PWD" "$name-this-$round" "$@"
+    done
     ;;
   ranks)
     export STALLFREE_RANKS_ON=cuda
@@ -70,6 +86,6 @@ case $part in
     gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
     python3 -m torch.distributed.run --standalone --nproc-per-node "$gpus" benchmarks/fsdp.py --output "$out/$name.json" "$@"
     ;;
-  *) sed -n 2,17p "$0" ;;
+  *) sed -n 2,18p "$0" ;;
 esac
 echo "$part: $?"
