@@ -330,6 +330,24 @@ def test_ctrl_c_for_a_caller_in_inference_mode_waits_until_the_mode_is_left(monk
     assert torch.is_grad_enabled()
 
 
+def test_ctrl_c_while_parameters_join_waits_until_they_have(device):
+    player = Player(History(shapes=((6, 8), (8, 6)), calls=(Call(),) * 6, config=ZenFlowConfig(**SMALL)), device)
+    player.play(until=3)
+    optimizer, late = player.optimizer, nn.Parameter(torch.ones(4, 6, device=device))
+    inner = optimizer.engine.link.reserve
+    optimizer.engine.link.reserve = lambda blocks: (signal.raise_signal(signal.SIGINT), inner(blocks))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.add_param_group(dict(params=[late]))
+    assert optimizer.param_groups[-1]["params"] == [late]
+    optimizer.engine.link.reserve = inner
+    backward([late, *player.params], [torch.ones_like(late), *player.history.grads(player.t, player.params)])
+    optimizer.step()
+    optimizer.flush()
+    assert (late != 1).all()
+    assert optimizer.metrics()["call"] == 4
+    player.close()
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a Ctrl-C in somebody's gc callback is lost
 @pytest.mark.parametrize("name", ["step", "flush", "state_dict", "exact_weights"])
 def test_ctrl_c_at_random_moments_loses_nothing(device, seed, name, alarm):
