@@ -140,6 +140,31 @@ def test_a_thread_that_may_not_move_stays(monkeypatch):
         pass
 
 
+@pytest.mark.parametrize("name", ["sched_setaffinity", "set_num_threads"])
+@pytest.mark.parametrize("moment", [0, 1])
+def test_ctrl_c_as_the_thread_moves_leaves_it_where_it_was(monkeypatch, name, moment):
+    """There, or back."""
+    now = {"sched_setaffinity": {0, 1}, "set_num_threads": 2}
+    calls = []
+
+    def change(what):
+        def to(*value):
+            now[what] = value[-1]
+            calls.append(what)
+            if what == name and calls.count(what) == moment + 1:
+                raise KeyboardInterrupt
+
+        return to
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: now["sched_setaffinity"])
+    monkeypatch.setattr(os, "sched_setaffinity", change("sched_setaffinity"))
+    monkeypatch.setattr(module.torch, "get_num_threads", lambda: now["set_num_threads"])
+    monkeypatch.setattr(module.torch, "set_num_threads", change("set_num_threads"))
+    with pytest.raises(KeyboardInterrupt), near([0]):
+        pass
+    assert now == {"sched_setaffinity": {0, 1}, "set_num_threads": 2}
+
+
 def test_a_launcher_that_is_gone(cores, monkeypatch):
     def affinity(process):
         if process:

@@ -254,7 +254,7 @@ def test_a_step_enters_no_inference_mode(device, monkeypatch):
     player.close()
 
 
-@pytest.mark.parametrize("moment, number", [(1, signal.SIGTERM), (3, signal.SIGINT)])
+@pytest.mark.parametrize("moment, number", [(1, signal.SIGTERM), (3, signal.SIGINT), (3, signal.SIGTERM), (4, signal.SIGTERM)])
 def test_a_signal_while_handlers_are_exchanged_leaves_them_as_they_were(monkeypatch, moment, number):
     """When one of two has been replaced, or put back."""
 
@@ -281,6 +281,71 @@ def test_a_signal_while_handlers_are_exchanged_leaves_them_as_they_were(monkeypa
     finally:
         for which, handler in before.items():
             signal.signal(which, handler)
+
+
+def test_a_signal_that_waited_comes_although_another_one_s_handler_raises_first(monkeypatch):
+    """As handlers are put back: SIGTERM comes the moment its own is there, after SIGINT has come inside."""
+    came = []
+
+    def stop(number, _):
+        came.append(number)
+        raise ZeroDivisionError("whatever a handler raises")
+
+    handlers = {signal.SIGINT: stop, signal.SIGTERM: stop}
+    before = {which: signal.signal(which, handler) for which, handler in handlers.items()}
+    monkeypatch.setattr(uninterrupted, "HELD", tuple(handlers))
+    exchange = signal.signal
+
+    def interrupted(which, handler):
+        exchange(which, handler)
+        if which == signal.SIGTERM and handler is stop and not came:
+            signal.raise_signal(signal.SIGTERM)
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(signal, "signal", interrupted)
+            with pytest.raises(ZeroDivisionError), uninterrupted.uninterrupted(threading.RLock()):
+                signal.raise_signal(signal.SIGINT)
+        assert came == [signal.SIGTERM, signal.SIGINT]
+    finally:
+        for which, handler in before.items():
+            signal.signal(which, handler)
+
+
+def test_ctrl_c_for_a_caller_in_inference_mode_waits_until_the_mode_is_left(monkeypatch):
+    left = []
+
+    class Guard(torch.inference_mode):
+        def __exit__(self, *error):
+            signal.raise_signal(signal.SIGINT)
+            left.append(super().__exit__(*error))
+
+    with torch.inference_mode():
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "inference_mode", Guard)
+            with pytest.raises(KeyboardInterrupt), uninterrupted.uninterrupted(threading.RLock()):
+                assert not torch.is_inference_mode_enabled()
+        assert left
+        assert torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+
+
+def test_ctrl_c_while_parameters_join_waits_until_they_have(device):
+    player = Player(History(shapes=((6, 8), (8, 6)), calls=(Call(),) * 6, config=ZenFlowConfig(**SMALL)), device)
+    player.play(until=3)
+    optimizer, late = player.optimizer, nn.Parameter(torch.ones(4, 6, device=device))
+    inner = optimizer.engine.link.reserve
+    optimizer.engine.link.reserve = lambda blocks: (signal.raise_signal(signal.SIGINT), inner(blocks))
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.add_param_group(dict(params=[late]))
+    assert optimizer.param_groups[-1]["params"] == [late]
+    optimizer.engine.link.reserve = inner
+    backward([late, *player.params], [torch.ones_like(late), *player.history.grads(player.t, player.params)])
+    optimizer.step()
+    optimizer.flush()
+    assert (late != 1).all()
+    assert optimizer.metrics()["call"] == 4
+    player.close()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a Ctrl-C in somebody's gc callback is lost

@@ -22,6 +22,7 @@ from stallfree.engine.interval import IntervalChange
 from stallfree.engine.pipeline import Engine
 from stallfree.engine.settings import Settings, hyper_of, read_settings
 from stallfree.engine.sharding import Agreement, RankSums, gradient_of, groups_of, shard_of, whole
+from stallfree.engine.uninterrupted import NOWHERE
 from stallfree.ignored import warn_of_ignored
 from stallfree.telemetry.meter import mean_by_kind
 
@@ -131,22 +132,23 @@ class ZenFlowAdamW(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Also during training: the new parameters begin with a window of their own, and are selected at its close."""
-        group = dict(param_group)
-        _peek(group)
-        present = [(_name(group, place), param) for place, param in enumerate(group["params"])]
-        present = [(name, param) if isinstance(param, Tensor) else param for name, param in present]
-        check_distinct(self._named(self.param_groups, frozen=True) + present)
-        newcomers = [(name, param) for name, param in present if param.requires_grad]
-        check_trainable(self._named(self.param_groups) + newcomers)
-        hyper_of(dict(self.defaults) | group)
-        super().add_param_group(group)
-        if self._engine is not None:
-            try:
-                joining.adopt(self.engine, newcomers)
-            except BaseException:
-                self.param_groups.pop()
-                raise
-            state.populate(self.engine, self.state)
+        with NOWHERE if self._engine is None else self.engine.uninterrupted():
+            group = dict(param_group)
+            _peek(group)
+            present = [(_name(group, place), param) for place, param in enumerate(group["params"])]
+            present = [(name, param) if isinstance(param, Tensor) else param for name, param in present]
+            check_distinct(self._named(self.param_groups, frozen=True) + present)
+            newcomers = [(name, param) for name, param in present if param.requires_grad]
+            check_trainable(self._named(self.param_groups) + newcomers)
+            hyper_of(dict(self.defaults) | group)
+            super().add_param_group(group)
+            if self._engine is not None:
+                try:
+                    joining.adopt(self.engine, newcomers)
+                except BaseException:
+                    self.param_groups.pop()
+                    raise
+                state.populate(self.engine, self.state)
 
     @_disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:

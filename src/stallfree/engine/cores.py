@@ -92,12 +92,14 @@ def near(cores: Sequence[int] | None) -> Iterator[None]:
         yield
         return
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
-    torch.set_num_threads(1)  # others are elsewhere, or would be begun here and stay
-    with suppress(OSError):  # not allowed here
-        os.sched_setaffinity(0, cores)
     try:
+        torch.set_num_threads(1)  # others are elsewhere, or would be begun here and stay
+        with suppress(OSError):  # not allowed here
+            os.sched_setaffinity(0, cores)
         yield
     finally:
-        with suppress(OSError):
-            os.sched_setaffinity(0, before)
-        torch.set_num_threads(threads)
+        try:
+            with suppress(OSError):
+                os.sched_setaffinity(0, before)
+        finally:
+            torch.set_num_threads(threads)

@@ -30,20 +30,22 @@ def uninterrupted(lock: threading.RLock) -> Iterator[None]:
 
     For a caller in inference mode, as an evaluation that restores a state: tensors made inside outlive it, and so are plain.
     """
-    if torch.is_inference_mode_enabled():
-        with torch.inference_mode(False), torch.no_grad(), uninterrupted(lock):
-            yield
-        return
+    without_graph = torch.no_grad() if torch.is_inference_mode_enabled() else NOWHERE
     with lock:
         if threading.current_thread() is not threading.main_thread():
-            yield
+            with outside_inference(), without_graph:
+                yield
             return
         handlers: dict[int, Callable[[int, FrameType | None], Any]]
         handlers = {number: handler for number in HELD if callable(handler := signal.getsignal(number))}
         held: dict[int, FrameType | None] = {}
+        over = False
 
         def hold(number: int, frame: FrameType | None) -> None:
             again = number in held
+            if over:  # a signal has kept the handler from coming back
+                handlers[number](number, frame)
+                return
             held[number] = frame
             if again and number == signal.SIGINT:
                 del held[number]
@@ -52,10 +54,24 @@ def uninterrupted(lock: threading.RLock) -> Iterator[None]:
         try:
             for which in handlers:
                 signal.signal(which, hold)
-            yield
+            with outside_inference(), without_graph:  # left while signals still wait
+                yield
         finally:
-            for which, handler in reversed(handlers.items()):  # SIGINT, which comes most often, last: it may raise at once
-                signal.signal(which, handler)
-            with ExitStack() as stack:  # all of them, whichever raises
-                for number, frame in reversed(held.items()):
-                    stack.callback(handlers[number], number, frame)
+            try:
+                _put_back([*handlers.items()])
+            finally:
+                over = True
+                with ExitStack() as stack:  # all of them, whichever raises
+                    for number, frame in reversed(held.items()):
+                        stack.callback(handlers[number], number, frame)
+
+
+def _put_back(left: list[tuple[int, Callable[[int, FrameType | None], Any]]]) -> None:
+    """Handlers of signals, the last first: SIGINT, which comes most often, at the end."""
+    try:
+        while left:
+            signal.signal(*left[-1])
+            left.pop()
+    except BaseException:  # of a handler that is back already: the others must come back all the same
+        _put_back(left)
+        raise
