@@ -142,8 +142,7 @@ class Engine:
             raise
 
     def _update(self, hypers: Hypers) -> None:
-        self.link.follow()
-        self.link.rejoin(at_once=self.config.lag == 0)  # what runs beside may read what a call drops until the next one
+        self.link.begin_call()
         staged = [gradient for block in self.blocks for gradient in block.staged]
         present = [group.gather() for group in self.groups]
         skip, factors, record = self.judge(staged, self.sums)

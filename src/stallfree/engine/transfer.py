@@ -130,8 +130,8 @@ class Link:
         """What is staged inside, from these tensors, runs beside computation, which does not wait for staging memory."""
         return nullcontext()
 
-    def rejoin(self, at_once: bool) -> None:
-        """In each call: let computation wait for what ran beside it before the last call, or for all of it."""
+    def begin_call(self) -> None:
+        """`step()` computes on the current stream."""
 
     def carried(self, nbytes: int) -> None:
         """A kernel has been told to write so much into host memory, which host work and `wait_down` are to wait for."""
