@@ -57,7 +57,8 @@ def join(on: Orders) -> None:
 
 
 class Written(Player):
-    """Plays a history in some of whose calls somebody writes a weight, between backward and `step()`."""
+    """Plays a history in some of whose calls somebody writes a weight, between backward and `step()`: not by what it
+    was, for on a device more is published by then."""
 
     def __init__(self, history: History, writes: Writes) -> None:
         super().__init__(history, overlap_step=False)
@@ -67,7 +68,7 @@ class Written(Player):
         super().clip()
         if self.t in self.writes:
             with torch.no_grad():
-                self.params[self.writes[self.t] % len(self.params)].mul_(0.5)
+                self.params[self.writes[self.t] % len(self.params)].fill_(0.1 * self.t)
 
 
 class InOrder(Written):
