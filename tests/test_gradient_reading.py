@@ -129,3 +129,5 @@ def test_the_way_out_speaks_of_what_is_the_case():
     with pytest.raises(RuntimeError) as error:
         setting.params[0].grad.sum()
     assert "DistributedDataParallel" not in str(error.value)
+    with pytest.raises(RuntimeError, match="clip by norm instead"):
+        torch.nn.utils.clip_grad_value_(setting.params, 0.1)

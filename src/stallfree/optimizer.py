@@ -77,7 +77,9 @@ class ZenFlowAdamW(torch.optim.Optimizer):
         super().__init__(groups, dict(lr=lr, betas=betas, eps=eps, weight_decay=weight_decay))
         named = self._named(self.param_groups)
         if not named:
-            raise ValueError("all parameters are frozen (requires_grad is False): there is nothing to train")
+            raise ValueError(
+                "all parameters are frozen (requires_grad is False): unfreeze what is to learn before the optimizer is built"
+            )
         joining.check_ranks(named)
         check_trainable(named)
         warn_of_ignored(config, [name for name, _ in self._named(self.param_groups, frozen=True)], stacklevel=3)

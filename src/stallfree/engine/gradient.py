@@ -135,10 +135,19 @@ class StagedGradient(torch.Tensor):
 def _way_out(staged: Staged, what: str) -> str:
     name = describe(staged.weight.name, staged.weight.param)
     replicas = torch.distributed.is_available() and torch.distributed.is_initialized() and not is_sharded(staged.weight.param)
+    if replicas and what == "aten.mul.out":
+        return (
+            f"DistributedDataParallel cannot be used, which computes with gradients of its own ({what} on that of {name}): "
+            "shard the model with fully_shard before the optimizer is built (docs/fsdp.md), or use stallfree finetune --nproc"
+        )
+    if "clamp" in what:
+        return (
+            f"{what} is not possible on the gradient of {name}, whose deferred part is in host memory: clip by norm instead "
+            "(clip_grad_norm_, or max_grad_norm of the optimizer)"
+        )
     return (
         f"{what} is not possible on the gradient of {name}: it is staged, with its deferred part in host memory. Norms, "
-        "clipping and scaling by a number work as usual; for the plain tensor call optimizer.full_gradient(param)"
-        f"{'. DistributedDataParallel, which computes with gradients of its own, cannot be used' if replicas else ''}"
+        "clipping by norm and scaling by a number work as usual; for the plain tensor call optimizer.full_gradient(param)"
     )
 
 

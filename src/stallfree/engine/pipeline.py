@@ -342,7 +342,7 @@ class Engine:
         """Whether this process built it: a forked child has the memory, but no threads."""
         return os.getpid() == self._process
 
-    def close(self, why: str = "the optimizer was closed") -> None:
+    def close(self, why: str = "the optimizer was closed: build a new one, and load a checkpoint into it") -> None:
         """Finish host work, end the threads, remove the hooks. Idempotent; does nothing in a forked child."""
         if self.closed or not self.belongs_here:
             return

@@ -42,8 +42,11 @@ def hyper_of(group: Group) -> Hyper:
             "lr is a tensor on the GPU, and reading it would make the training thread wait; use a number or a CPU tensor"
         )
     for name in ("lr", "eps", "weight_decay"):
-        if isinstance(group[name], str):  # YAML reads 2e-5 as text, and 2.0e-5 as a number
-            raise TypeError(f"{name} must be a number; got the text {group[name]!r}")
+        value = group[name]
+        if value is None or (isinstance(value, Tensor) and value.numel() != 1):
+            raise TypeError(f"{name} must be one number; got {value}")
+        if isinstance(value, str):  # YAML reads 2e-5 as text, and 2.0e-5 as a number
+            raise TypeError(f"{name} must be a number; got the text {value!r}")
     if not (isinstance(group["betas"], Sequence) and len(group["betas"]) == 2) or isinstance(group["betas"], str):
         raise TypeError(f"betas must be two numbers; got {group['betas']!r}")
     beta1, beta2 = (float(beta) for beta in group["betas"])

@@ -111,7 +111,10 @@ def _leave(engine: Engine, saved: list[dict[nn.Parameter, Tensor]]) -> None:
         engine.ledger.mark()
         saved.clear()
     if touched:
-        raise RuntimeError(f"weights were written inside exact_weights(), where nothing is kept: {', '.join(touched[:4])}")
+        raise RuntimeError(
+            "weights were written inside exact_weights(), where nothing is kept; training's weights are back. Write outside, "
+            f"under torch.no_grad(): {', '.join(touched[:4])}"
+        )
 
 
 def _show_exact(engine: Engine, block: BlockState) -> None:

@@ -38,19 +38,26 @@ def save(directory: Path, training: Training, about: dict[str, Any]) -> None:
         raise UsageError(f"{error}: make room, or give another --output") from error
 
 
+class RunIsComplete(Exception):
+    """Nothing is wrong: whatever starts a run again until it ends may stop."""
+
+
 def load(directory: Path, training: Training, fingerprint: str, settings: dict[str, Any]) -> dict[str, Any]:
     """Put a training where an interrupted one was; returns what was saved about it.
 
     Where a run has ended, what is left of the checkpoints that it was removing goes as well.
 
     Raises:
+        RunIsComplete: there is nothing to resume.
         UsageError: if there is no checkpoint, it is damaged or of another run, or the data or the settings changed since.
     """
     path = directory / CHECKPOINTS
     if not path.is_dir():
         remove(directory)  # what a process left that died while it did
         if (directory / REPORT_FILE).exists():
-            raise UsageError(f"the run in {directory} is complete: its result and {REPORT_FILE} are there, nothing to resume")
+            raise RunIsComplete(
+                f"the run in {directory} is complete: its result and {REPORT_FILE} are there, nothing to resume"
+            )
         raise UsageError(f"the run in {directory} has no checkpoint to resume from: start anew with --overwrite")
 
     def check(extra: dict[str, Any]) -> None:

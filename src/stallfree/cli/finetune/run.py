@@ -41,7 +41,7 @@ def finetune(settings: FinetuneSettings, ranks: Ranks, *, resume: bool = False, 
     Raises:
         UsageError: for anything wrong with the input, before the output directory is touched.
     """
-    _check_output(settings, resume=resume, overwrite=overwrite)
+    _check_output(settings, ranks, resume=resume, overwrite=overwrite)
     settings = _with_ranks(settings, ranks, resume=resume)
     if settings.steps is not None:
         warmup_steps(settings, settings.steps)
@@ -64,7 +64,11 @@ def finetune(settings: FinetuneSettings, ranks: Ranks, *, resume: bool = False, 
         with _alone(settings.output, ranks):
             saved = None
             if resume:
-                saved = checkpoint.load(settings.output, training, data.fingerprint, settings.decisive())
+                try:
+                    saved = checkpoint.load(settings.output, training, data.fingerprint, settings.decisive())
+                except checkpoint.RunIsComplete as said:
+                    console.print(str(said))
+                    return 0
             with Display(steps, console) as display, StopRequest(display.note, ranks) as stop:
                 return Run(settings, training, tokenizer, data, display, stop, saved).go()
     except torch.OutOfMemoryError as error:
@@ -290,7 +294,7 @@ class Run:
             self.display.note("note: the held-out loss did not fall; try a lower --lr, more --steps or more data")
 
 
-def _check_output(settings: FinetuneSettings, *, resume: bool, overwrite: bool) -> None:
+def _check_output(settings: FinetuneSettings, ranks: Ranks, *, resume: bool, overwrite: bool) -> None:
     output = settings.output
     if resume and overwrite:
         raise UsageError("--resume continues a run and --overwrite starts anew: give one of them")
@@ -299,7 +303,10 @@ def _check_output(settings: FinetuneSettings, *, resume: bool, overwrite: bool) 
     if settings.model not in MODEL_NAMES and Path(settings.model).resolve() == output.resolve():
         raise UsageError(f"--output {output} is the directory of --model: give another, so that the model you start from stays")
     if not resume and not overwrite and output.is_dir() and any(output.iterdir()):
-        raise UsageError(f"output directory {output} is not empty: add --overwrite or --resume, or give another as --output")
+        with _alone(output, ranks):
+            raise UsageError(
+                f"output directory {output} is not empty: add --overwrite or --resume, or give another as --output"
+            )
     existing = next(path for path in [output.absolute(), *output.absolute().parents] if path.exists())
     if not os.access(existing, os.W_OK):
         raise UsageError(f"output {output} cannot be written: {existing} is read-only for you; give another as --output")
