@@ -185,6 +185,19 @@ def test_a_damaged_newest_is_refused_and_the_newest_good_one_is_named(player, tm
         load_checkpoint(tmp_path / "nowhere", player.optimizer)
 
 
+def test_a_checkpoint_that_is_not_there_is_no_new_run(player, tmp_path):
+    """Whoever names one, or a file, has made a mistake: nothing begins anew because of it."""
+    saved(player, tmp_path)
+    (tmp_path / "file").touch()
+    for name, words in (
+        ("checkpoint-00000009", r"^there is no .*00000009; the newest good one is .*00000001$"),
+        ("file", "is a file: give what save_checkpoint was given"),
+    ):
+        with pytest.raises(CheckpointError, match=words) as caught:
+            load_checkpoint(tmp_path / name, player.optimizer)
+        assert not isinstance(caught.value, NoCheckpointError)
+
+
 @pytest.mark.parametrize("name", ["../secret", "/etc/passwd", "tensors-00000.safetensors/../../x", "tensors-1.safetensors", ""])
 def test_a_manifest_names_nothing_outside(player, tmp_path, name):
     path = saved(player, tmp_path)

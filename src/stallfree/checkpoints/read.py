@@ -33,7 +33,7 @@ def load_checkpoint(directory: str | Path, optimizer: ZenFlowAdamW, *, model: nn
 
     Raises:
         NoCheckpointError: there is none.
-        CheckpointError: it is damaged, which is said together with the newest good one.
+        CheckpointError: it is damaged or not there, which is said together with the newest good one.
         ValueError: it is of another model or configuration. In all these cases nothing has been changed.
         RuntimeError: the optimizer is loaded, and what the model runs while it loads (hooks, `set_extra_state`) has failed.
     """
@@ -55,7 +55,11 @@ def load_checkpoint(directory: str | Path, optimizer: ZenFlowAdamW, *, model: nn
 
 def _newest(directory: Path) -> Path:
     if CHECKPOINT_NAME.fullmatch(directory.name) or (directory / MANIFEST).exists():
+        if not directory.exists():
+            raise CheckpointError(f"there is no {directory}; {_way_out(directory)}")
         return directory
+    if directory.is_file():
+        raise CheckpointError(f"{directory} is a file: give what save_checkpoint was given, or one checkpoint in it")
     found = layout.checkpoints(directory)
     if not found:
         raise NoCheckpointError(f"there is no checkpoint in {directory}")
