@@ -74,6 +74,13 @@ def assert_report_is_complete(report):
     assert "interval S 2, topk_ratio 0.1, lag 1, look-ahead 1 steps; warm-up calls: the first 4" in report
 
 
+def test_the_report_says_which_S_there_were_and_for_which_there_is_room(finetune, sums, tmp_path):
+    finetune(data=sums, steps=8, set="interval_schedule={0: 2, 6: 1}", **QUICK)
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "interval S 2 until call 6, 1, topk_ratio" in report
+    assert "Memory of the optimizer (S=1, with room for 8, topk_ratio=0.1)" in report
+
+
 def test_evaluation_and_saving_do_not_change_training(finetune, sums, tmp_path):
     finetune(data=sums, steps=9, eval_every=0, output=tmp_path / "a", **QUICK)
     finetune(data=sums, steps=9, eval_every=1, save_every=2, output=tmp_path / "b", **QUICK)

@@ -145,8 +145,9 @@ def _memory(training: Training) -> str:
     params = [param for param in training.model.parameters() if param.requires_grad]
     count = sum(part_in(param).numel() for param in params)
     host, device = measured["host_bytes"], measured["device_bytes"]
-    own = params[0].element_size()
-    how = f"S={measured['interval']}, topk_ratio={config.topk_ratio}" + _ranks(training, "of rank 0 of ")
+    own, room = params[0].element_size(), config.max_update_interval
+    S = f"S={measured['interval']}" + (f", with room for {room}" if room > measured["interval"] else "")
+    how = f"{S}, topk_ratio={config.topk_ratio}" + _ranks(training, "of rank 0 of ")
     return (
         f"Memory of the optimizer ({how}): {host / count:.1f} bytes per parameter on the host ({host / 1e9:.2f} GB), "
         f"{device / count:.1f} on the device ({device / 1e9:.2f} GB); weights and gradients take {own} each besides."
@@ -181,8 +182,10 @@ def _derived(training: Training) -> str:
     config, interval = training.optimizer.config, training.optimizer.metrics()["interval"]
     calls = training.optimizer.engine.clock.warm_up
     warm_up = "all" if calls is None else f"the first {calls}"
+    moves = [change for change in training.optimizer.interval_history if change.interval != change.before]
+    before = "".join(f"{change.before} until call {change.call}, " for change in moves)
     return (
-        f"interval S {interval}, topk_ratio {config.topk_ratio}, lag {config.lag}, "
+        f"interval S {before}{interval}, topk_ratio {config.topk_ratio}, lag {config.lag}, "
         f"look-ahead {config.lookahead_at(interval):g} steps; warm-up calls: {warm_up}"
     )
 
