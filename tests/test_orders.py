@@ -30,8 +30,8 @@ class Use(torch.autograd.Function):
     """A layer: forward and backward read the weight, and its gradient is `grad`; on another stream, if `apart`."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, grad: Tensor, on: Orders, apart: bool) -> Tensor:
-        ctx.weight, ctx.grad, ctx.on, ctx.apart = weight, grad, on, apart
+    def forward(ctx, x: Tensor, weight: Tensor, grad: Tensor, on: Orders, apart: bool, kept: list[Tensor] | None) -> Tensor:
+        ctx.weight, ctx.grad, ctx.on, ctx.apart, ctx.kept = weight, grad, on, apart, kept
         with on.acting(COMPUTING):
             return x + (weight * grad).sum()
 
@@ -48,7 +48,9 @@ class Use(torch.autograd.Function):
         grad = on.memory(ctx.grad, on.current)
         with on.acting(on.current):
             grad.copy_(ctx.grad)
-        return up, grad, None, None, None
+        if ctx.kept is not None:
+            ctx.kept.append(grad.view(-1))  # its memory: the tensor itself would be cloned by autograd
+        return up, grad, None, None, None, None
 
 
 def join(on: Orders) -> None:
@@ -72,11 +74,12 @@ class Written(Player):
 
 
 class InOrder(Written):
-    """Lets computation read every weight at each of its turns."""
+    """Lets computation read every weight at each of its turns; now and then gradients are kept, and written a call later."""
 
     def __init__(self, history: History, writes: Writes, on: Orders, apart: bool) -> None:
         super().__init__(history, writes)
         self.on, self.apart = on, apart
+        self.kept: dict[int, list[Tensor]] = {}  # by call
         ordered_streams.watch(self.optimizer, on)
 
     def backward(self) -> None:
@@ -84,12 +87,15 @@ class InOrder(Written):
         x = torch.zeros((), requires_grad=True)
         grads = [(p, g) for p, g in zip(self.params, self.history.grads(self.t, self.params), strict=True) if g is not None]
         for weight, grad in grads:
-            x = Use.apply(x, weight, grad, self.on, self.apart)
+            kept = self.kept.setdefault(self.t, []) if self.t % 3 == 1 else None
+            x = Use.apply(x, weight, grad, self.on, self.apart, kept)
         if grads:
             x.backward()
 
     def step(self) -> None:
         super().step()
+        for memory in self.kept.pop(self.t - 2, ()):  # self.t is the next call already
+            memory.zero_()
         for weight in self.params:
             weight.sum()
 
@@ -180,6 +186,7 @@ WAITS = {
     "DeviceLink._computing": "the stream that shows",
     "DeviceLink._copy_up": "the host",
     "DeviceLink.begin_up": "staging memory on the way up",
+    "DeviceLink.begin_call": "the computing stream does zero_",
     "DeviceLink.beside": "the stream beside",
     "DeviceLink.down": "the stream down",
     "DeviceLink.hold_gates": "of the stream up",

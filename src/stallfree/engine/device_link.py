@@ -38,6 +38,7 @@ class DeviceLink(Link):
         self._joined = self._shown.now()  # computation has waited until then
         self._carried = self._called = self._computed.now()
         self._per_call = 1  # by how much a call raises that count
+        self._beside_before: Point | None = None  # all that ran beside computation up to the last call
         self._now_beside = False  # what is enqueued runs there
         self._down_ring, self._up_ring = Ring(device), Ring(device)
         self._stream: Stream | None = None  # that computed last
@@ -159,10 +160,15 @@ class DeviceLink(Link):
         finally:
             self._now_beside = False
 
-    def begin_call(self) -> None:
+    def begin_call(self, at_once: bool) -> None:
         self._calling = self._computing()
         self._per_call = max(1, self._computed.since(self._called))
         self._called = self._computed.now()
+        if self._beside_before is not None:
+            self._wait(self._computing(), self._beside_before)
+        self._beside_before = self._beside.now()
+        if at_once:
+            self._wait(self._computing(), self._beside_before)
 
     def carried(self, nbytes: int) -> None:
         super().carried(nbytes)

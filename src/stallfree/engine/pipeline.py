@@ -142,7 +142,7 @@ class Engine:
             raise
 
     def _update(self, hypers: Hypers) -> None:
-        self.link.begin_call()
+        self.link.begin_call(at_once=self.config.lag == 0)
         staged = [gradient for block in self.blocks for gradient in block.staged]
         present = [group.gather() for group in self.groups]
         skip, factors, record = self.judge(staged, self.sums)

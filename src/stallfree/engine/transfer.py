@@ -130,8 +130,11 @@ class Link:
         """What is staged inside, from these tensors, runs beside computation, which does not wait for staging memory."""
         return nullcontext()
 
-    def begin_call(self) -> None:
-        """`step()` computes on the current stream."""
+    def begin_call(self, at_once: bool) -> None:
+        """`step()` computes on the current stream, which waits for what ran beside it before the last call, or for all of it.
+
+        Who has kept a gradient may write it from then on.
+        """
 
     def carried(self, nbytes: int) -> None:
         """A kernel has been told to write so much into host memory, which host work and `wait_down` are to wait for."""
