@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 import torch
-from histories import Player, histories
-from hypothesis import HealthCheck, given, settings
+from histories import Call, History, Player, histories
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from streams import use
 from torch import nn
@@ -92,8 +92,17 @@ def small_pages(monkeypatch):
     monkeypatch.setattr(slots, "PAGE", 4)
 
 
+LATE = ZenFlowConfig(
+    update_interval=1, lag=2, topk_ratio=0.1, select_interval=1, channel_dim=1, full_warm_up_rounds=1, min_numel=0
+)
+# Selections that move nobody hurry no publish, and so the first one that moves somebody finds all that is queued.
+UNMOVED = History(((1,), (3, 2, 65)), (Call(), *[Call(missing=frozenset([1]))] * 3, *[Call(scale=30.0)] * 3), LATE)
+
+
 @pytest.mark.parametrize("place", ["cpu", "streams"])
 @given(history=histories(dtypes=("fp32", "bf16"), befores=("flush", "exact")))
+@example(history=UNMOVED)
+@example(history=replace(UNMOVED, calls=(Call(),) * 6, config=LATE.replace(select_interval=3)))
 @HALF
 def test_a_pool_never_grows(monkeypatch, small_pages, place, history):
     """Whatever gradients are missing, and wherever in a call weights are published."""
@@ -132,11 +141,14 @@ class Watch:
 
 @pytest.mark.parametrize("ratio", [0.0, 0.1, 0.3])
 @pytest.mark.parametrize("stagger", [False, True])
-@pytest.mark.parametrize("S, lag", [(1, 0), (1, 1), (2, 1), (4, 0), (4, 1), (3, 2)])
+@pytest.mark.parametrize("S, lag", [(1, 0), (1, 1), (2, 1), (4, 0), (4, 1), (3, 2), (1, 3), (4, 2), (2, 4)])
 def test_a_plan_is_what_a_run_takes(monkeypatch, small_pages, S, lag, stagger, ratio):
-    """On the CPU, where each call stages everything before it publishes anything; selections at each close, or one."""
+    """On the CPU, where each call stages everything before it publishes anything; selections at each close. With a lag above 1
+    also so seldom that nothing has hurried what is queued, in whatever call of a window.
+    """
     most: Counter[int] = Counter()
-    for select_interval in (1, 1000):
+    seldom = 2 * (S + lag)
+    for select_interval in (1, *range(seldom, seldom + S)) if lag > 1 and ratio else (1,):
         params = [nn.Parameter(torch.randn(shape)) for shape in [(20, 40)] * 5 + [(20, 41)] * 3 + [(20, 200)]]
         config = ZenFlowConfig(
             update_interval=S,
@@ -151,7 +163,7 @@ def test_a_plan_is_what_a_run_takes(monkeypatch, small_pages, S, lag, stagger, r
         )
         optimizer = ZenFlowAdamW(params, config=config)
         watch = Watch(optimizer.engine.pool, monkeypatch)
-        for _ in range(2 + 3 * (S + lag)):
+        for _ in range(2 + 3 * (S + lag) + select_interval):
             for p in params:
                 p.grad = torch.randn_like(p)
             optimizer.step()

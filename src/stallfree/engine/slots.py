@@ -22,7 +22,6 @@ from stallfree.engine.memory import PAGE
 from stallfree.engine.schedule import MIN_WARM_UP, BlockSchedule, Clock
 from stallfree.engine.streams import Point
 
-NEVER = 1 << 30  # calls
 ALIKE = 1 / 32  # blocks share cells that are larger than what one of them needs by up to this part
 
 
@@ -220,16 +219,14 @@ def gives_at_close(config: ZenFlowConfig) -> bool:
 
 
 def plan_slots(blocks: Sequence[Block], config: ZenFlowConfig) -> SlotPlan:
-    """Worked out by playing calls at the largest S, with a selection at each close and with the first one only
-    (with a lag above 1, one that moves nobody does not hurry a publish).
+    """Worked out by playing calls at the largest S, with a hand-over after each close.
 
-    No call needs more cells, in whatever order gradients come, and wherever in the call weights are published; except after a
-    resume on other ranks, when blocks collect whole gradients until they close.
+    At that S no call needs more cells, in whatever order gradients come, and wherever in the call weights are published; except
+    after a resume on other ranks, when blocks collect whole gradients until they close, and when blocks join later, which do
+    the same. With a smaller S, or while it changes, blocks close in another order, and now and then need a few cells more.
     """
     cells = _cell_sizes(blocks)
-    most: Counter[tuple[int, str]] = Counter()
-    for select_interval in (1, NEVER):
-        most |= _play(blocks, cells, config, select_interval)
+    most = _play(blocks, cells, config)
     counts: Counter[int] = Counter()
     handovers: dict[int, int] = {}
     for cell in set(cells.values()):
@@ -272,10 +269,12 @@ def _deferred_bytes(block: Block) -> int:
     return block.deferred_numel * block.dtype.itemsize
 
 
-def _play(
-    blocks: Sequence[Block], cells: Mapping[Block, int], config: ZenFlowConfig, select_interval: int
-) -> Counter[tuple[int, str]]:
-    """The most cells of each size that gradients, hand-overs and both hold at once."""
+def _play(blocks: Sequence[Block], cells: Mapping[Block, int], config: ZenFlowConfig) -> Counter[tuple[int, str]]:
+    """The most cells of each size that gradients, hand-overs and both hold at once.
+
+    With a lag above 1 a selection hurries what its block has queued, if it moves anybody. None may have for as long as the
+    lag, and then all of it is there beside the hand-over. So here none hurries it but the first, which always moves all.
+    """
     held: Counter[tuple[int, str]] = Counter()
     most: Counter[tuple[int, str]] = Counter()
 
@@ -288,15 +287,14 @@ def _play(
     clock = Clock(config.max_update_interval, warm_up)
     schedules = {block: BlockSchedule(block.phase) for block in blocks}
     open_: dict[Block, list[int]] = {block: [] for block in blocks}  # cells of each call
-    queues: dict[Block, list[tuple[int, int, int]]] = {block: [] for block in blocks}  # due; cells of gradients, hand-overs
+    queues: dict[Block, list[tuple[int, str, int]]] = {block: [] for block in blocks}  # until which call; what; cells
 
     def publish() -> None:
         for block, queue in queues.items():
-            for due, gradients, handovers in queue:
+            for due, what, count in queue:
                 if due <= clock.call:
-                    hold(block, "gradients", -gradients)
-                    hold(block, "handovers", -handovers)
-            queues[block] = [window for window in queue if window[0] > clock.call]
+                    hold(block, what, -count)
+            queues[block] = [kept for kept in queue if kept[0] > clock.call]
 
     for _ in range(warm_up + 3 * (config.max_update_interval + config.lag)):
         clock.tick(0.0)
@@ -309,14 +307,18 @@ def _play(
         for block, schedule in schedules.items():
             if schedule.closes(clock):
                 window, open_[block] = open_[block], []
-                selects = block.exchange_bytes > 0 and schedule.wants_selection(clock, select_interval)
+                selects = block.exchange_bytes > 0 and schedule.wants_selection(clock, 1)
                 due = schedule.close(clock, config.lag)
                 if selects:
-                    schedule.last_selection, due = clock.call, min(due, clock.call + 1)
+                    arrives = min(due, clock.call + 1)
                     hold(block, "handovers", 1)
+                    queues[block].append((arrives, "handovers", 1))
+                    if not schedule.last_selection:
+                        due = arrives
+                    schedule.last_selection = clock.call
                 kept = window[:1] if gives_at_close(config) else window
                 read.append((block, sum(window) - sum(kept)))
-                queues[block].append((due, sum(kept), int(selects)))
+                queues[block].append((due, "gradients", sum(kept)))
         for block, count in read:
             hold(block, "gradients", -count)
         publish()
