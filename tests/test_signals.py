@@ -1,7 +1,9 @@
 """Ctrl-C and other signals, whose handlers may raise at any moment: a call has been made, or has not begun."""
 
+import _thread
 import contextlib
 import math
+import operator
 import random
 import signal
 import threading
@@ -15,6 +17,7 @@ from training import SMALL
 
 from stallfree import ZenFlowConfig
 from stallfree.engine import uninterrupted
+from stallfree.engine.staging import AtEnd
 
 
 @pytest.fixture
@@ -49,6 +52,25 @@ def test_any_other_signal_waits_too(device):
     player.backward()
     player.optimizer.step()
     player.close()
+
+
+def test_ctrl_c_while_another_thread_goes_backward_is_not_lost():
+    """As on a GPU: the main thread waits meanwhile, and lets go of the callback before it has seen the signal."""
+    called = []
+    holder = [AtEnd(lambda: called.append(True))]
+    other = threading.Thread(target=holder[0])
+    other.start()
+    other.join()
+    with pytest.raises(KeyboardInterrupt):
+        list(map(operator.call, (_thread.interrupt_main, holder.clear)))  # no Python in between
+    assert called == [True]
+
+
+def test_what_is_to_be_done_after_backward_is_done_after_one_that_fails():
+    called = []
+    holder = [AtEnd(lambda: called.append(True))]
+    holder.clear()
+    assert called == [True]
 
 
 def test_a_step_enters_no_inference_mode(device, monkeypatch):

@@ -295,6 +295,23 @@ def test_ctrl_c_shows_what_was_measured(bench, monkeypatch):
     assert [entry["steps"] for entry in found["rows"]] == [4, 4, 4]
 
 
+def test_ctrl_c_while_memory_is_given_back_loses_nothing(bench, monkeypatch):
+    close, closed = LocalRunner.close, []
+
+    def close_or_interrupt(self):
+        closed.append(self.mode.text)
+        if closed.count("stallfree") == 1 and closed[-1] == "stallfree":
+            raise KeyboardInterrupt
+        close(self)
+
+    monkeypatch.setattr(LocalRunner, "close", close_or_interrupt)
+    code, out, _, found = bench("--modes", "stallfree", rounds=1)
+    assert code == 130
+    assert found["interrupted"]
+    assert "interrupted; measured so far:" in out
+    assert [entry["steps"] for entry in found["rows"]] == [4, 4]
+
+
 def test_a_warm_up_that_is_too_short_is_noted(bench):
     code, out, _, found = bench("--modes", "stallfree:full_warm_up_rounds=50", rounds=1, steps=1)
     assert code == 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -45,17 +46,19 @@ NO_BACKWARD = -1  # what torch calls it
 
 
 class AtEnd:
-    """A callback at the end of a backward pass: of one that fails, torch only lets go of it."""
+    """A callback at the end of a backward pass: of one that fails, torch only lets go of it.
+
+    Once called it is let go of without any more Python. The main thread waits while a GPU's backward pass runs in another, and
+    letting go would be the first that it does: a `__del__` would get the KeyboardInterrupt of a Ctrl-C pressed meanwhile, and
+    Python ignores what is raised there.
+    """
 
     def __init__(self, call: Callable[[], None]) -> None:
-        self._call: Callable[[], None] | None = call
+        self._once = finalize(self, call)
+        self._once.atexit = False
 
     def __call__(self) -> None:
-        call, self._call = self._call, None
-        if call is not None:
-            call()
-
-    __del__ = __call__
+        self._once()
 
 
 class Staging:

@@ -49,14 +49,15 @@ def bench_step(settings: BenchSettings) -> int:
         _check_writable(path)
     bench = Bench(settings, config, modes, console)
     try:
-        bench.measure()
-        if settings.trace and traced is not None:
-            bench.trace(traced, settings.trace)
-    except KeyboardInterrupt:
+        try:
+            bench.measure()
+            if settings.trace and traced is not None:
+                bench.trace(traced, settings.trace)
+        finally:
+            bench.close()
+    except KeyboardInterrupt:  # in close() too, which takes seconds where much memory is pinned
         bench.interrupted = True
         console.print("interrupted; measured so far:")
-    finally:
-        bench.close()
     return bench.report(output)
 
 
