@@ -99,15 +99,20 @@ LATE = ZenFlowConfig(
 UNMOVED = History(((1,), (3, 2, 65)), (Call(), *[Call(missing=frozenset([1]))] * 3, *[Call(scale=30.0)] * 3), LATE)
 
 
-@pytest.mark.parametrize("place", ["cpu", "streams"])
+# Whole gradients that fit into one cell: of all S, 1 needs most.
+TINY = History(((8, 40),) * 2, (Call(),) * 6, LATE.replace(lag=1, max_update_interval=2, block_numel=1))
+
+
+@pytest.mark.parametrize(("place", "page"), [("cpu", 4), ("cpu", PAGE), ("streams", 4)])
 @given(history=histories(dtypes=("fp32", "bf16"), befores=("flush", "exact")))
 @example(history=UNMOVED)
 @example(history=replace(UNMOVED, calls=(Call(),) * 6, config=LATE.replace(select_interval=3)))
+@example(history=TINY)
 @HALF
-def test_a_pool_never_grows(monkeypatch, small_pages, place, history):
+def test_a_pool_never_grows(monkeypatch, place, page, history):
     """Whatever gradients are missing, and wherever in a call weights are published."""
-    history = replace(history, config=history.config.replace(max_update_interval=history.config.update_interval))
     with monkeypatch.context() as patch:
+        patch.setattr(slots, "PAGE", page)
         if place == "streams":
             use(patch)
         player = Player(history)

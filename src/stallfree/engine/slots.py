@@ -219,14 +219,16 @@ def gives_at_close(config: ZenFlowConfig) -> bool:
 
 
 def plan_slots(blocks: Sequence[Block], config: ZenFlowConfig) -> SlotPlan:
-    """Worked out by playing calls at the largest S, with a hand-over after each close.
+    """Worked out by playing calls at each S up to the largest, with a hand-over after each close.
 
-    At that S no call needs more cells, in whatever order gradients come, and wherever in the call weights are published; except
-    after a resume on other ranks, when blocks collect whole gradients until they close, and when blocks join later, which do
-    the same. With a smaller S, or while it changes, blocks close in another order, and now and then need a few cells more.
+    No call needs more cells, in whatever order gradients come, and wherever in the call weights are published; except after a
+    resume on other ranks, when blocks collect whole gradients until they close, and when blocks join later, which do the same.
+    Just after a change of S blocks close in another order, and now and then need a few cells more.
     """
     cells = _cell_sizes(blocks)
-    most = _play(blocks, cells, config)
+    most: Counter[tuple[int, str]] = Counter()
+    for interval in range(1, config.max_update_interval + 1):  # the largest decides, but for whole gradients of tiny blocks
+        most |= _play(blocks, cells, config, interval)
     counts: Counter[int] = Counter()
     handovers: dict[int, int] = {}
     for cell in set(cells.values()):
@@ -269,7 +271,9 @@ def _deferred_bytes(block: Block) -> int:
     return block.deferred_numel * block.dtype.itemsize
 
 
-def _play(blocks: Sequence[Block], cells: Mapping[Block, int], config: ZenFlowConfig) -> Counter[tuple[int, str]]:
+def _play(
+    blocks: Sequence[Block], cells: Mapping[Block, int], config: ZenFlowConfig, interval: int
+) -> Counter[tuple[int, str]]:
     """The most cells of each size that gradients, hand-overs and both hold at once.
 
     With a lag above 1 a selection hurries what its block has queued, if it moves anybody. None may have for as long as the
@@ -284,7 +288,7 @@ def _play(blocks: Sequence[Block], cells: Mapping[Block, int], config: ZenFlowCo
             most[key] = max(most[key], held[key])
 
     warm_up = min(MIN_WARM_UP if config.full_warm_up_rounds == "auto" else config.full_warm_up_rounds, 2)
-    clock = Clock(config.max_update_interval, warm_up)
+    clock = Clock(interval, warm_up)
     schedules = {block: BlockSchedule(block.phase) for block in blocks}
     open_: dict[Block, list[int]] = {block: [] for block in blocks}  # cells of each call
     queues: dict[Block, list[tuple[int, str, int]]] = {block: [] for block in blocks}  # until which call; what; cells
@@ -296,7 +300,7 @@ def _play(blocks: Sequence[Block], cells: Mapping[Block, int], config: ZenFlowCo
                     hold(block, what, -count)
             queues[block] = [kept for kept in queue if kept[0] > clock.call]
 
-    for _ in range(warm_up + 3 * (config.max_update_interval + config.lag)):
+    for _ in range(warm_up + 3 * (interval + config.lag)):
         clock.tick(0.0)
         for block, schedule in schedules.items():
             numel = block.deferred_numel if schedule.last_selection else block.numel
