@@ -26,6 +26,17 @@ def test_zero_grad_before_step_discards_what_is_staged(device, zero):
     assert_equal(setting.weights(), same_as(device, torch.float32, grads))
 
 
+@pytest.mark.parametrize("settings", [dict(topk_ratio=0.0), dict(calls=0)], ids=["never", "before the first selection"])
+def test_zero_grad_lets_go_of_what_is_staged_when_nothing_is_selected(device, settings):
+    setting = Setting(device, **settings)
+    setting.backward(setting.draw())
+    engine = setting.optimizer.engine
+    assert any(any(block.staged) for block in engine.blocks)
+    setting.optimizer.zero_grad()
+    assert not any(any(block.staged) for block in engine.blocks)
+    assert not engine.sending.later
+
+
 def test_zero_grad_and_step_is_a_call_without_gradients(device):
     setting, without = Setting(device), Setting(device)
     setting.backward(setting.draw())

@@ -237,6 +237,7 @@ def test_a_parameter_unfrozen_later(device, settings):
         for it in filter(None, (mirror, late)):
             it.step(full(optimizer, it.params))
         optimizer.step()
+        assert all(len(optimizer.state[p]) for p in model[3].parameters()) == (t >= 4)
         optimizer.zero_grad()
     optimizer.flush()
     mirror.compare("from the start", 2 * CALLS)

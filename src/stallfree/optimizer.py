@@ -129,7 +129,10 @@ class ZenFlowAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         with self.engine.uninterrupted():
+            known = len(self.engine.ledger.ids)
             self.engine.step()
+            if len(self.engine.ledger.ids) > known:  # parameters that were frozen train now
+                state.populate(self.engine, self.state)
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -156,7 +159,7 @@ class ZenFlowAdamW(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As torch's. Before `step()` it discards what is staged, and lets go of the memory for it."""
         super().zero_grad(set_to_none)
-        if self.engine.selected.held and self.engine.belongs_here:
+        if self.engine.turns and self.engine.belongs_here:  # a gradient is staged
             self.engine.staging.forget_zeroed()
 
     def state_dict(self) -> dict[str, Any]:

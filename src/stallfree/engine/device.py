@@ -11,6 +11,7 @@ from torch import Tensor
 from stallfree.engine import selection
 from stallfree.engine.blocks import Block, aligned
 from stallfree.engine.channels import Channels
+from stallfree.engine.ledger import adopt_weights
 from stallfree.engine.selected import SelectedGradients
 from stallfree.kernels.block import BlockKernel, BlockLayout, Part, Segment, Targets, block_targets, pieces, targets
 
@@ -202,8 +203,3 @@ class SelectedState:
     def nbytes(self) -> int:
         flats = (self.memory, self.squares, self.score)
         return sum(flat.nbytes for flat in flats)
-
-
-def adopt_weights(master: Tensor, weights: Tensor) -> None:
-    """Take weights as the new masters, except where a master still rounds to its weight and so knows it better."""
-    master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.to(torch.float32)))

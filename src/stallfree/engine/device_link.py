@@ -1,4 +1,4 @@
-"""A link to a GPU, on which copies run beside the computing stream, and the launching thread never waits.
+"""A link to a GPU, on which copies run beside the computing stream: in backward and `step()` the launching thread never waits.
 
 Each direction has a stream; gradients pass through a bounded ring of device memory on their way down, weights on their way up,
 both in pieces where a block is large. The device itself waits for host work, and host work for the device, on timelines.
@@ -85,9 +85,8 @@ class DeviceLink(Link):
     def stages_whole(self, nbytes: int) -> bool:
         return nbytes <= self._down_ring.size
 
-    @property
-    def room(self) -> int:
-        return self._down_ring.ahead
+    def room_left(self) -> int:
+        return self._down_ring.left()
 
     def reserve(self, blocks: Sequence[Block]) -> None:
         self.streams.synchronize()  # when parameters join, the memory of what is under way is replaced
@@ -247,9 +246,9 @@ class DeviceLink(Link):
         )
         return point
 
-    def take_back(self, target: Tensor, source: Tensor, work: Point | None, arrival: Point | None = None) -> None:
-        arrival = arrival or self.begin_return(target, source, work)
-        self._stall(self._computing(), arrival, self.stalls)
+    def take_back(self, target: Tensor, source: Tensor, work: Point | None, returned: Point | None) -> None:
+        assert returned is not None
+        self._stall(self._computing(), returned, self.stalls)
 
     def _computing(self) -> Stream:
         """The stream that computes now, ordered behind the one that did before: there is one timeline for both."""

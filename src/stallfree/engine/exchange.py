@@ -1,7 +1,7 @@
 """Channels that change hands, between a selection and the next call, without letting the launching thread wait.
 
 After the selection a block's device state and the new division go down; the host, once it has replayed the window, files
-the rows of leaving channels with its own and puts those of arriving ones in their places (`kernels.queue`); it all goes up
+the rows of leaving channels with its own and puts those of arriving ones in their places (`kernels/windows.py`); it all goes up
 again, to where it came from, and the device takes over the places that moved. Nobody steps the state while it is away.
 """
 
@@ -23,7 +23,7 @@ class Exchange:
     def __init__(self, half: SelectedState, link: Link, pool: SlotPool) -> None:
         self.half, self.link, self.pool = half, link, pool
         self.selected = torch.full((half.chosen.places,), -1, dtype=torch.int32, device="cpu")  # the host's knowledge
-        self._arrival: Point | None = None  # of the state, on its way up already
+        self._returning: Point | None = None  # when the state is back; None: it has not set out
         self._slot: Slot | None = None
 
     @property
@@ -46,17 +46,17 @@ class Exchange:
 
     def begin(self, work: Point | None) -> None:
         """Let the state come up as soon as the host is done, if somebody is on the move."""
-        if self._arrival is None and self.half.handover is not None:
-            self._arrival = self.link.begin_return(self.half.memory, self.state, work)
+        if self._returning is None and self.half.handover is not None:
+            self._returning = self.link.begin_return(self.half.memory, self.state, work)
 
     def receive(self, work: Point | None) -> None:
         """Let the device take over the state of arriving channels, once the host is done. Their weights are not shown yet."""
         half = self.half
         assert half.handover is not None
         assert self._slot is not None
-        arrival = self._arrival or self.link.begin_return(half.memory, self.state, work)
-        self._arrival = None
-        self.link.take_back(half.memory, self.state, work, arrival)  # whoever stays comes back as it went
+        returned = self._returning or self.link.begin_return(half.memory, self.state, work)
+        self._returning = None
+        self.link.take_back(half.memory, self.state, work, returned)  # whoever stays comes back as it went
         half.follow(half.handover.division)
-        self.pool.give([self._slot], arrival)
+        self.pool.give([self._slot], returned)
         self._slot = None

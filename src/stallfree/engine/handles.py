@@ -92,7 +92,7 @@ class Handles:
         grads: list[Tensor | None] = [None] * len(block.weights)
         grads[state.place] = total
         engine.sending.send(block, [state.place], grads)
-        staged.factor, staged.zero, staged.call = None, False, block.staging(engine.clock.call + 1)
+        staged.factor, staged.zero, staged.call = None, False, block.staged_call(engine.clock.call + 1)
         block.staged[state.place] = staged
 
     def full_gradient(self, staged: Staged) -> Tensor:

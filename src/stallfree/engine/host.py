@@ -13,7 +13,7 @@ from stallfree.config import ZenFlowConfig
 from stallfree.engine.blocks import STATE, Weight
 from stallfree.engine.calls import Mark
 from stallfree.engine.cores import host_cores
-from stallfree.engine.device import adopt_weights
+from stallfree.engine.ledger import adopt_weights
 from stallfree.engine.memory import host_memory
 from stallfree.engine.pace import Pace
 from stallfree.engine.streams import Point, Timeline

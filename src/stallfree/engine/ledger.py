@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, KeysView, Sequence
 from operator import add
 
+import torch
 from torch import Tensor, nn
 
 from stallfree.engine.sharding import LOCAL, VERSION, Param, is_sharded, part_in, shard_of, version_of
@@ -126,3 +127,8 @@ class Ledger:
         for of_all in (self._entries, self._params, self._versions, self._addresses, self._contiguous, self._odd):
             of_all.clear()
         self._some_sharded = self._some_plain = False
+
+
+def adopt_weights(master: Tensor, weights: Tensor) -> None:
+    """Take weights as the new masters, except where a master still rounds to its weight and so knows it better."""
+    master.copy_(torch.where(master.to(weights.dtype) == weights, master, weights.to(torch.float32)))

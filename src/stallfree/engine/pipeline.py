@@ -12,6 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +37,7 @@ from stallfree.engine.slots import SlotPool, gives_at_close
 from stallfree.engine.staging import Staging
 from stallfree.engine.tuner import IntervalTuner
 from stallfree.engine.uninterrupted import NOWHERE, uninterrupted
-from stallfree.engine.window import BlockState, CollectedCall, WeightState, Window
+from stallfree.engine.window import BlockState, CollectedCall, Early, WeightState, Window
 from stallfree.kernels import block_kernel
 from stallfree.kernels.block import Update
 from stallfree.kernels.hyper import Hyper
@@ -151,7 +152,7 @@ class Engine:
         self._step_device(settings, present, hypers, factors, skip)
         for block in self.blocks:
             first = block.block.weights[0].key
-            self._collect(block, tuple(settings[first : first + len(block.weights)]), record)
+            self._add_to_window(block, tuple(settings[first : first + len(block.weights)]), record)
         closing = [(block, self._close(block)) for block in self._in_turn() if block.schedule.closes(self.clock)]
         self._replay(closing)
         self.publishing.publish_due([block for block, _ in closing], self.clock.call)
@@ -196,12 +197,12 @@ class Engine:
             self.hooks.after_call(block)
             block.finish()
         self.ledger.mark()
-        self.await_windows()
+        self.expect_windows()
         self.meter.finish_call()
 
     # Slots -> host
 
-    def _collect(self, block: BlockState, present: tuple[Hyper | None, ...], record: Tensor) -> None:
+    def _add_to_window(self, block: BlockState, present: tuple[Hyper | None, ...], record: Tensor) -> None:
         """Put this call's gradients into the block's window."""
         slot, block.filling = block.filling, None
         if slot is not None and not any(present):  # what was staged has been discarded
@@ -256,15 +257,29 @@ class Engine:
                 places = tuple(set(range(len(block.weights))) - early.places)
                 window.dropped |= early.dropped
             calls = tuple(self._call(block, collected) for collected in window.calls)
-            divided, lookahead = window.division.divided, window.lookahead
-            works += [self.host_work(block, calls, divided, lookahead, places, span) for span in others]
-            works.append(self.host_work(block, calls, divided, lookahead, places, last, window.exchange))
+            work = partial(self.host_work, block, calls, window.division.divided, lookahead=window.lookahead, places=places)
+            works += [work(span=span) for span in others]
+            works.append(work(span=last, exchange=window.exchange))
         points = iter(self.worker.submit(works))
         for (block, window), upto in zip(closing, ends, strict=True):
             window.replayed = [(end, next(points)) for end in upto]
             block.work = window.work
             if gives_at_close(self.config):
                 block.give_read(window)
+
+    def replay_early(self, block: BlockState, places: Sequence[int]) -> None:
+        """Begin the host's update of what has been staged during backward, if the number of backward passes is known."""
+        self.sending.finish()
+        if any(block.passes_expected[place] is None for place in places):
+            return
+        weights.notice_writes(self)
+        hypers = self.read_settings().hypers
+        ids = [id(state.weight.param) for state in block.weights]
+        settings = tuple(hypers[name] if place in places else None for place, name in enumerate(ids))
+        call = Call(block.take_slot(), None, block.scaled(settings))
+        work = self.host_work(block, (call,), block.half.division.divided, lookahead=0.0, places=tuple(places))
+        block.work = self.worker.submit([work])[0]
+        block.early = Early(frozenset(places))
 
     def _call(self, block: BlockState, collected: CollectedCall) -> Call:
         assert collected.memory is not None
@@ -275,6 +290,7 @@ class Engine:
         block: BlockState,
         calls: tuple[Call, ...],
         divided: bool,
+        *,
         lookahead: float,
         places: tuple[int, ...] | None,
         span: tuple[int, int] | None = None,
@@ -290,7 +306,7 @@ class Engine:
 
     # Host -> publish -> weights
 
-    def await_windows(self) -> None:
+    def expect_windows(self) -> None:
         """Expect what is due in the next call."""
         self.publishing.expect(self._in_turn(), self.clock.call + 1)
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from stallfree.engine.blocks import STATE, Resident, kind_of
-from stallfree.engine.device import adopt_weights
+from stallfree.engine.ledger import adopt_weights
 from stallfree.engine.sharding import Groups, gradients_of
 from stallfree.kernels.block import BlockLayout, Part, Segment
 

@@ -69,9 +69,9 @@ class Ring:
         self._views.clear()
         self._next = 0
 
-    @property
-    def ahead(self) -> int:
-        """How many bytes there are before the next share begins anew at the front: all, if nobody needs any of them still.
+    def left(self) -> int:
+        """How many bytes there are before the next share begins anew at the front. If nobody needs any of them still, it does
+        now, and there are all.
 
         So it depends on time in how many pieces a block goes, and nothing else does.
         """

@@ -40,7 +40,7 @@ class Sending:
         """
         memory, layout = block.take_slot(), block.half.division.layout
         if self.link.stages_whole(memory.nbytes):
-            cut = layout.row_before(min(memory.numel(), self.link.room // memory.itemsize))
+            cut = layout.row_before(min(memory.numel(), self.link.room_left() // memory.itemsize))
             now, later = [(0, memory[:cut]), (cut, memory[cut:])] if 0 < cut < memory.numel() else [(0, memory)], []
         else:
             first, *later = block.half.pieces(layout, memory)

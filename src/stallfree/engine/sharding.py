@@ -336,12 +336,17 @@ class RankSums:
         start = 0
         for groups, count in runs:
             if groups:
-                members.setdefault(groups, []).append((start, start + count))
+                ranges = members.setdefault(groups, [])
+                first = ranges.pop()[0] if ranges and ranges[-1][1] == start else start
+                ranges.append((first, start + count))
             start += count
         self._members: list[tuple[Groups, Tensor | None]] = []
         for groups, ranges in members.items():
-            numbers = torch.cat([torch.arange(first, last, device=device) for first, last in ranges])
-            self._members.append((groups, None if len(numbers) == start else numbers))
+            if ranges == [(0, start)]:
+                self._members.append((groups, None))
+            else:
+                numbers = torch.cat([torch.arange(first, last, device=device) for first, last in ranges])
+                self._members.append((groups, numbers))
 
     @property
     def needed(self) -> bool:

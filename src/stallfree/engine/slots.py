@@ -2,8 +2,9 @@
 
 A slot is taken when a block's gradient is staged. When the window it belongs to closes, it is given back, to be written again
 once the host has replayed the window; only the first one, in which the host leaves what is published, is kept until the
-publish. The pool is divided into cells of a few sizes. Of those that fit, the one that has been free longest is taken: who gets
-which follows from the order of these calls alone, never from timing, and waiting for the host comes last.
+publish. The pool is divided into cells of a few sizes. Of those that fit, the one that has been free longest is taken; during
+the warm-up, when a gradient takes several that are adjacent, the first that are free. So who gets which follows from the order
+of these calls alone, never from timing, and waiting for the host comes last.
 """
 
 from __future__ import annotations

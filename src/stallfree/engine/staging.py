@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from stallfree.engine import joining, weights
+from stallfree.engine import joining
 from stallfree.engine.blocks import Weight, describe
 from stallfree.engine.gradient import Staged, StagedGradient
 from stallfree.engine.handles import Handles
@@ -34,8 +34,7 @@ from stallfree.engine.sharding import (
     whole,
 )
 from stallfree.engine.uninterrupted import NOWHERE
-from stallfree.engine.window import BlockState, Early, WeightState
-from stallfree.kernels.windows import Call
+from stallfree.engine.window import BlockState, WeightState
 
 if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
@@ -212,11 +211,11 @@ class Staging:
         self._loose += block.residents
         engine.sending.go_on()
         if engine.config.update_in_backward and block.early is None:
-            self._replay_early(block, [block.weights[place] for place in places])
+            engine.replay_early(block, places)
 
     def _stand(self, block: BlockState, places: Sequence[int]) -> None:
         """Let handles stand in `.grad` for what has been staged: those of the last call, if nobody has kept any of them."""
-        call = block.staging(self.engine.clock.call + 1)
+        call = block.staged_call(self.engine.clock.call + 1)
         handles = [block.handles[place] for place in places]
         staged = _released(handles)
         if staged is None:
@@ -252,20 +251,6 @@ class Staging:
             )
         engine.check_unmoved(param)
         return grad if grad.dtype is dtype and grad.is_contiguous() else grad.to(dtype).contiguous()
-
-    def _replay_early(self, block: BlockState, states: Sequence[WeightState]) -> None:
-        """Begin the host update of a block, if its number of backward passes is known."""
-        engine = self.engine
-        engine.sending.finish()
-        if any(block.passes_expected[state.place] is None for state in states):
-            return
-        weights.notice_writes(engine)
-        hypers, places = engine.read_settings().hypers, frozenset(state.place for state in states)
-        settings = tuple(hypers[id(state.weight.param)] if state.place in places else None for state in block.weights)
-        call = Call(block.take_slot(), None, block.scaled(settings))
-        work = engine.host_work(block, (call,), block.half.division.divided, 0.0, tuple(places))
-        block.work = engine.worker.submit([work])[0]
-        block.early = Early(places)
 
     # In step()
 

@@ -220,7 +220,7 @@ def load(engine: Engine, checkpoint: Checkpoint) -> None:
     entries = {param: _apart(engine, checkpoint.entries[param]) for param in engine.weights}
     for block in engine.blocks:
         _load_block(engine, block, [entries[param] for param in block.params])
-    engine.await_windows()
+    engine.expect_windows()
 
 
 def _apart(engine: Engine, entry: Entry) -> Entry:

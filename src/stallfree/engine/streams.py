@@ -1,6 +1,6 @@
 """The CUDA operations behind a `DeviceLink`: streams beside computation, and timelines that order all of them and the host.
 
-They go to the driver directly (`kernels/driver.py`), and allocate nothing.
+They go to the driver directly (`kernels/driver.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Copies between slots in host memory and the device.
 
 On the CPU (`Link`) the two are the same memory, and waiting for the host is waiting. On a GPU (`DeviceLink`, in
-device_link.py) the launching thread never waits.
+device_link.py) the launching thread waits for neither, in backward and in `step()`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from stallfree.kernels.windows import Gate
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A copy on its way up."""
+    """Weights on their way up."""
 
     share: Share
     point: Point
@@ -89,8 +89,7 @@ class Link:
         """Whether staging memory on the way down holds so much at once."""
         return True
 
-    @property
-    def room(self) -> int:
+    def room_left(self) -> int:
         """How many bytes that memory has left before it begins anew: what is larger is better staged in two pieces."""
         return sys.maxsize
 
@@ -181,8 +180,8 @@ class Link:
         """Begin a `take_back` early: nobody uses the target meanwhile."""
         return None
 
-    def take_back(self, target: Tensor, source: Tensor, work: Point | None, arrival: Point | None = None) -> None:
-        """Copy host memory into a device tensor once host work is done, unless that was begun early."""
+    def take_back(self, target: Tensor, source: Tensor, work: Point | None, returned: Point | None) -> None:
+        """Copy host memory into a device tensor once host work is done. On a GPU it has been begun: when it will be there."""
         with self.up(source, work) as values:
             target.copy_(values)
 

@@ -39,7 +39,7 @@ def flush(engine: Engine) -> None:
             _publish(engine, block, values)
     finally:  # what an interrupted flush has written is not from outside
         engine.ledger.mark()
-        engine.await_windows()
+        engine.expect_windows()
     engine.exact_at = engine.clock.call
 
 

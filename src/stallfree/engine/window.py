@@ -299,7 +299,7 @@ class BlockState:
             window.pieces.clear()
             self.give_back(window.slots, window.read)
 
-    def staging(self, call: int) -> StagedCall:
+    def staged_call(self, call: int) -> StagedCall:
         """What gradients are staged for now."""
         if self.call is None:
             self.call = StagedCall(call)

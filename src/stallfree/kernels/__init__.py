@@ -1,4 +1,4 @@
-"""Kernels, each behind one interface: `replay` for the host half, `block` for the device half."""
+"""Kernels, each behind one interface: `replay` and `queue` for the host half, `block` and `judging` for the device half."""
 
 from __future__ import annotations
 

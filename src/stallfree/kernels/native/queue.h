@@ -1,7 +1,7 @@
 // A thread that runs the host's windows in order: each begins when its gates are open and tells the word `done` its ticket.
 //
 // The device and the launching thread speak to it through 32-bit words in memory that all reach. All comparisons of words and
-// tickets count modulo 2^32. What a window is, is documented in queue.py (WindowWork).
+// tickets count modulo 2^32. What a window is, is documented in windows.py (WindowWork).
 #ifndef STALLFREE_QUEUE_H
 #define STALLFREE_QUEUE_H
 

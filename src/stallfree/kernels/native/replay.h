@@ -72,7 +72,7 @@ STALLFREE_EXPORT int32_t stallfree_abi_version(void);
 STALLFREE_EXPORT int32_t stallfree_best_isa(void);
 
 // `threads` run each job. With `cores` null the calling thread is one of them. Otherwise all of them are the pool's own, and the
-// caller sleeps: each is bound to one of the cores, of which there are at least as many, or (pin 0) to all of them.
+// caller sleeps: each is bound to one of the cores, of which there are as many, or (pin 0) to all of them.
 STALLFREE_EXPORT int32_t stallfree_pool_create(int32_t threads, const int32_t* cores, int32_t core_count, int32_t pin,
                                                int32_t isa, stallfree_pool** pool);
 
