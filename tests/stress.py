@@ -41,7 +41,7 @@ class Late:
     def __call__(self, place: str) -> float:
         if place != "worker" and self.engine.device.type == "cuda":
             copies = self.engine.link.streams
-            for stream in (torch.cuda.current_stream(), copies.to_host, copies.to_device):
+            for stream in (torch.cuda.current_stream(), copies.to_host, copies.to_device, copies.beside, copies.showing):
                 if self.random.random() < 0.3:
                     with torch.cuda.stream(stream):
                         torch.cuda._sleep(self.random.randrange(self.cycles))
