@@ -30,16 +30,17 @@ fits 85% of a call: windows close at different calls, but not all calls have equ
 two of eight phases where S is 6, has more); if there is none, the S that leaves the least undone in a call. How
 host time depends on S follows from bytes at first, and from measurements once S has had two values. Where a GPU has done
 almost all it was given whenever a call ends, training is launch-bound, and the share is 35%: the host at work slows the
-launching thread. S grows when calls stall, and shrinks only to one whose work fits with 25% to spare. It decides again, at most every
-64 calls, when a time has changed by more than 15%.
+launching thread. S grows when calls stall, and shrinks only to one whose work fits with 25% to spare. It decides again, at
+most every 64 calls, when a time has changed by more than 15%.
 
 - `staleness_budget` bounds what that may cost: rho * (S + 1) / 2, a gradient's mean delay in calls, weighted by the share of
   the squared gradient norm that is deferred. At rho 0.2 the budget of 1.0 allows S up to 9, at rho 0.7 only S=1:
   it is a guard, and no promise about the loss. For that give `max_update_interval=2`.
 - `max_update_interval`, if it is not given, is the largest of 8, 4 and 2 with which a tenth of the available host memory stays
   free, decided before anything is allocated. A resumed run keeps that of the run that saved.
-- Every change is in `optimizer.interval_history`, with its reason, in checkpoints, and in the log:
-  `logging.basicConfig(); logging.getLogger("stallfree").setLevel(logging.INFO)`. If no S hides the host's work, a warning says what would help.
+- Every change is in `optimizer.interval_history`, with its reason, in checkpoints, and in the log
+  (`logging.basicConfig(); logging.getLogger("stallfree").setLevel(logging.INFO)`). If no S hides the host's work, a warning
+  says what would help.
 - This is the only place where timing influences a result. To repeat a run bit for bit, take its settings and its record:
   `optimizer.config.replace(interval_schedule={change.call: change.interval for change in optimizer.interval_history})`.
 - `optimizer.set_update_interval(n)` turns it off, and ends an `interval_schedule`; the log says so.
