@@ -1,11 +1,12 @@
 """Training of sharded parameters: the update rule's invariants, over ranks."""
 
 import random
+from itertools import compress
 
 import pytest
 import torch
 import torch.distributed as dist
-from nets import CALLS, LR, PRESETS, Mirror, Run, drawn_batch, equal, in_two_dimensions, near, weights
+from nets import CALLS, LR, PRESETS, Mirror, Net, Run, drawn_batch, equal, in_two_dimensions, near, weights
 from ranks import on_host
 
 from stallfree import ZenFlowAdamW
@@ -69,8 +70,8 @@ def test_over_a_mesh_of_two_dimensions(four, preset):
 # 2: timing
 
 
-def delayed(rank, slow):
-    run = Run.of("sharded", PRESETS["stallfree"], alike=False)
+def delayed(rank, way, slow):
+    run = Run.of(way, PRESETS["stallfree"], alike=False)
     if rank == slow:
         times = random.Random(0)
         run.optimizer.engine.delay = lambda place: times.uniform(0, 0.003)
@@ -79,10 +80,13 @@ def delayed(rank, slow):
     return seen
 
 
-def test_a_slow_rank_changes_no_bit(two):
-    expected = two.run(delayed, None)
-    equal(expected[1], expected[0], "another rank")
-    equal(two.run(delayed, 1)[0], expected[0])
+@pytest.mark.parametrize("ranks, way", [("two", "sharded"), ("four", "sharded"), ("four", "hybrid")])
+def test_a_slow_rank_changes_no_bit(request, ranks, way):
+    ranks = request.getfixturevalue(ranks)
+    expected = ranks.run(delayed, way, None)
+    for others in expected[1:]:
+        equal(others, expected[0], "another rank")
+    equal(ranks.run(delayed, way, 1)[0], expected[0])
 
 
 # 7: world size
@@ -106,11 +110,44 @@ def test_without_a_selection_the_number_of_ranks_changes_no_bit(request, ranks, 
     equal(request.getfixturevalue(ranks).run(played, way, settings)[-1], alone(settings))
 
 
-@pytest.mark.parametrize("ranks", ["two", "four"])
-def test_a_selection_is_the_same_on_any_number_of_ranks(request, ranks):
-    """Input columns are scored over all ranks. A table's rows are chosen by each rank among its own."""
-    settings = PRESETS["stallfree"] | dict(channel_dim=1)
-    equal(request.getfixturevalue(ranks).run(played, "sharded", settings)[0], alone(settings))
+@pytest.mark.parametrize(
+    "ranks, way, dim", [("two", "sharded", 1), ("four", "sharded", 1), ("four", "hybrid", 1), ("two", "by_columns", 0)]
+)
+def test_a_selection_is_the_same_on_any_number_of_ranks(request, ranks, way, dim):
+    """Channels of which ranks hold parts are scored over all of these. Of whole ones each rank chooses among its own."""
+    settings = PRESETS["stallfree"] | dict(channel_dim=dim)
+    split = [dim == 1 or not name.endswith("experts") for name, _ in Net().named_parameters()]
+    seen, expected = request.getfixturevalue(ranks).run(played, way, settings)[0], alone(settings)
+    equal(*([[*compress(call, split)] for call in run] for run in (seen, expected)))
+
+
+def chosen_in_two_dimensions(rank):
+    """By weight: which of all its columns this rank has, and which of them are selected, call by call."""
+    model = in_two_dimensions()
+    optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, channel_dim=1, **PRESETS["stallfree"])
+    seen = []
+    for call in range(CALLS):
+        model(drawn_batch(4, 10 * call + rank // 2)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        for block in optimizer.engine.blocks:
+            for state, selected in zip(block.weights, block.half.installed.selected, strict=True):
+                weight = state.weight
+                split = any(getattr(placement, "dim", None) == 1 for placement in weight.param.placements)
+                seen.append((call, weight.name, rank % 2 if split else None, sorted(selected.tolist())))
+    optimizer.close()
+    return seen
+
+
+def test_ranks_of_a_mesh_of_two_dimensions_select_alike(four):
+    """Each pair of ranks sees its own batch, and each rank a part of the rows: by its own sums it would choose others."""
+    answers = four.run(chosen_in_two_dimensions)
+    chosen = {}
+    for call, name, part, selected in (entry for answer in answers for entry in answer):
+        assert chosen.setdefault((call, name, part), selected) == selected, f"call {call + 1}, {name}"
+    for name in ("up", "down"):
+        sets = {tuple(selected) for (_, label, _), selected in chosen.items() if f".{name}." in label and selected}
+        assert len(sets) > 1, "channels change hands"
 
 
 def test_clipping_is_the_same_up_to_rounding(two):
@@ -121,9 +158,9 @@ def test_clipping_is_the_same_up_to_rounding(two):
 # 8: skips
 
 
-def struck(rank, call, bad):
+def struck(rank, way, call, bad):
     """In one call a gradient is not finite on the last rank (bad), or there is none at all."""
-    run = Run.of("sharded", PRESETS["stallfree"], alike=True)
+    run = Run.of(way, PRESETS["stallfree"], alike=True)
     run.play(call)
 
     def spoil(grads):
@@ -142,8 +179,10 @@ def struck(rank, call, bad):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_what_is_not_finite_on_one_rank_is_skipped_on_all(two, bad):
-    spoiled, without = two.run(struck, 8, bad), two.run(struck, 8, None)
-    assert [skipped for skipped, _ in spoiled] == [1, 1]
+@pytest.mark.parametrize("ranks, way", [("two", "sharded"), ("four", "hybrid")])
+def test_what_is_not_finite_on_one_rank_is_skipped_on_all(request, ranks, way, bad):
+    ranks = request.getfixturevalue(ranks)
+    spoiled, without = ranks.run(struck, way, 8, bad), ranks.run(struck, way, 8, None)
+    assert [skipped for skipped, _ in spoiled] == [1] * ranks.world
     for (_, seen), (_, expected) in zip(spoiled, without, strict=True):
         equal(seen, expected)

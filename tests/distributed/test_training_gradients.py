@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from nets import CALLS, LR, PRESETS, WAYS, Net, Run, Transformerish, drawn, drawn_batch, gathered, mesh_of, weights
+from nets import CALLS, LR, PRESETS, WAYS, Mirror, Net, Run, Transformerish, drawn, drawn_batch, gathered, mesh_of, weights
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from stallfree import ZenFlowAdamW
@@ -106,19 +106,24 @@ def in_mixed_precision(rank, dtype):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, **PRESETS["stallfree"])
-    losses = []
+    losses, mirror = [], Mirror(optimizer)
     for _ in range(30):
         x = drawn_batch(8, rank)
         loss = (model(x.to(torch.bfloat16)).float() - 1).square().mean()
         loss.backward()
+        mirror.step()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+    optimizer.flush()
+    if dtype is torch.float32:
+        mirror.compare(30)
     optimizer.close()
     return losses
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mixed_precision_policies_work_with_any_type_of_shard(two, dtype):
+    """fp32 shards end with AdamW's weights on the gathered gradients."""
     for losses in two.run(in_mixed_precision, dtype):
         assert losses[-1] < 0.5 * losses[0]

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from nets import CALLS, LR, PRESETS, WAYS, Mirror, Net, Run, drawn, equal, gathered, weights
 from ranks import DEVICE
 from torch import nn
@@ -149,3 +150,37 @@ def leaves_for_adamw(rank, directory):
 
 def test_torchs_adamw_goes_on_from_here(two, tmp_path):
     two.run(leaves_for_adamw, tmp_path)
+
+
+def counts_collectives(rank, way):
+    run, counted = Run.of(way, PRESETS["stallfree"] | dict(select_interval=9, channel_dim=1, max_grad_norm=1.0)), []
+    run.play(8)  # what is agreed on once has been
+    kept = {name: getattr(dist, name) for name in dir(dist) if name in COLLECTIVES}
+    for _ in range(9):
+        run.backward()
+        for name, collective in kept.items():
+            setattr(
+                dist, name, lambda *args, call=collective, of=name, **options: (counted.append(of), call(*args, **options))[1]
+            )
+        selected = run.optimizer.metrics()["reselections_total"]
+        before = len(counted)
+        run.step()
+        made = counted[before:]
+        for name, collective in kept.items():
+            setattr(dist, name, collective)
+        counted.append((run.optimizer.metrics()["reselections_total"] > selected, made))
+    run.optimizer.close()
+    return [entry for entry in counted if isinstance(entry, tuple)]
+
+
+COLLECTIVES = {
+    *("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "all_to_all", "all_to_all_single", "barrier"),
+    *("broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
+}
+
+
+@pytest.mark.parametrize("ranks, way", [("two", "sharded"), ("four", "sharded"), ("four", "hybrid")])
+def test_a_step_makes_one_collective_with_a_selection_or_without(request, ranks, way):
+    for answer in request.getfixturevalue(ranks).run(counts_collectives, way):
+        assert {selects for selects, _ in answer} == {True, False}
+        assert [made for _, made in answer] == [["all_reduce"]] * len(answer)
