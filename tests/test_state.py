@@ -293,6 +293,21 @@ def test_a_state_of_another_configuration_is_refused_by_name(state, change):
     refused(state, ones((4, 6), (6, 4)), next(iter(change)), **dict(topk_ratio=0.5, update_interval=2) | change)
 
 
+def test_room_for_another_interval_is_refused_with_ways_that_work(state):
+    wanted = dict(topk_ratio=0.5, update_interval=4)
+    refused(
+        state,
+        ones((4, 6), (6, 4)),
+        "give max_update_interval=2, and an update_interval up to that, or carry.*from_adamw",
+        **wanted,
+    )
+    few = dict(update_interval=1, max_update_interval=2)
+    optimizer = ZenFlowAdamW(ones((4, 6), (6, 4)), topk_ratio=0.5, min_numel=0, full_warm_up_rounds=0, **few)
+    optimizer.load_state_dict(state)
+    assert optimizer.metrics()["call"] == 3
+    optimizer.close()
+
+
 def test_settings_that_change_no_result_may_differ(device):
     history = simple()
     expected, player = run(history, device), Player(history, device)
@@ -316,4 +331,10 @@ def test_a_state_of_torch_adamw_is_refused(state):
     theirs = torch.optim.AdamW(params)
     backward(params, [torch.ones_like(p) for p in params])
     theirs.step()
-    refused(theirs.state_dict(), ones((4, 6), (6, 4)), "(?i)adamw|stallfree|zenflow", topk_ratio=0.5, update_interval=2)
+    refused(
+        theirs.state_dict(),
+        ones((4, 6), (6, 4)),
+        r"from_adamw_state\(optimizer, state_dict\) takes torch.optim.AdamW's",
+        topk_ratio=0.5,
+        update_interval=2,
+    )

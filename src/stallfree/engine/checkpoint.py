@@ -212,7 +212,10 @@ def _require(item: Resident | Weight, part: Any, keys: Sequence[str], where: str
 def _check_entry(config: ZenFlowConfig, item: Resident | Weight, saved: Entry, any_room: bool) -> None:
     label = _label(item)
     if "version" not in saved:
-        raise ValueError(f"the state of {label} was not saved by ZenFlowAdamW")
+        raise ValueError(
+            f"the state of {label} was not saved by ZenFlowAdamW; "
+            "from_adamw_state(optimizer, state_dict) takes torch.optim.AdamW's"
+        )
     if saved["version"] != VERSION:
         raise ValueError(f"the state_dict has format version {saved['version']}, this release reads version {VERSION}")
     _require(item, saved, HEADER)
@@ -221,12 +224,11 @@ def _check_entry(config: ZenFlowConfig, item: Resident | Weight, saved: Entry, a
     for name in FIXED:
         ours, theirs = getattr(config, name), saved["config"][name]
         if ours != theirs and not (any_room and name == "max_update_interval"):
-            way = (
-                f"give {name}={theirs!r}; update_interval may be any up to that"
-                if name == "max_update_interval"
-                else "use the same setting"
+            limit = ", and an update_interval up to that" if name == "max_update_interval" else ""
+            raise ValueError(
+                f"the state_dict was saved with {name}={theirs!r}, this optimizer has {name}={ours!r}; give {name}={theirs!r}"
+                f"{limit}, or carry AdamW's state over with to_adamw_state and from_adamw_state (docs/checkpoints.md)"
             )
-            raise ValueError(f"the state_dict was saved with {name}={theirs!r}, this optimizer has {name}={ours!r}; {way}")
     if ("channel_dim" in saved) != isinstance(item, Weight):
         raise ValueError(
             f"{label} is resident on one side only: use the same min_numel and topk_ratio as when the state was saved"
@@ -248,7 +250,7 @@ def _check_entry(config: ZenFlowConfig, item: Resident | Weight, saved: Entry, a
             f"the state_dict is a full one, and {label} is sharded here: give it to set_optimizer_state_dict with "
             "StateDictOptions(full_state_dict=True)"
         )
-    for key in ADAMW[:3]:
+    for key in STATE:
         _check_shape(item, saved[key], item.shape, key)
 
 

@@ -80,5 +80,7 @@ def _from_directory(path: Path) -> Any:
 
     path = path.parent if path.name == "config.json" else path
     if not (path / "config.json").is_file():
-        raise UsageError(f"model {str(path)!r} is neither a directory with a config.json nor one of: {', '.join(SHAPES)}")
+        named = str(path)
+        fetch = f"; for one from a hub, first: hf download {named} config.json --local-dir DIR" if named.count("/") == 1 else ""
+        raise UsageError(f"model {named!r} is neither a directory with a config.json nor one of: {', '.join(SHAPES)}{fetch}")
     return read("config.json", path, AutoConfig.from_pretrained)
