@@ -6,7 +6,7 @@ from itertools import compress
 import pytest
 import torch
 import torch.distributed as dist
-from nets import CALLS, LR, PRESETS, Mirror, Net, Run, drawn_batch, equal, in_two_dimensions, near, weights
+from nets import CALLS, LR, PRESETS, Mirror, Net, Run, drawn_batch, equal, gathered, in_two_dimensions, near, weights
 from ranks import on_host
 
 from stallfree import ZenFlowAdamW
@@ -122,25 +122,33 @@ def test_a_selection_is_the_same_on_any_number_of_ranks(request, ranks, way, dim
 
 
 def chosen_in_two_dimensions(rank):
-    """By weight: which of all its columns this rank has, and which of them are selected, call by call."""
+    """By weight: which of all its columns this rank has, and which of them are selected, call by call; and scores are right."""
     model = in_two_dimensions()
     optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, channel_dim=1, **PRESETS["stallfree"])
-    seen = []
+    engine, decay, scores, seen = optimizer.engine, optimizer.config.score_decay, {}, []
     for call in range(CALLS):
         model(drawn_batch(4, 10 * call + rank // 2)).square().sum().backward()
+        for weight in engine.channels.weights:
+            squares = gathered(optimizer.full_gradient(weight.param)).square().sum(0)
+            scores[weight.name] = decay * scores.get(weight.name, 0) + (1 - decay) * squares
         optimizer.step()
         optimizer.zero_grad()
-        for block in optimizer.engine.blocks:
+        for block in engine.blocks:
             for state, selected in zip(block.weights, block.half.installed.selected, strict=True):
                 weight = state.weight
                 split = any(getattr(placement, "dim", None) == 1 for placement in weight.param.placements)
+                expected = scores[weight.name].chunk(2)[rank % 2] if split else scores[weight.name]
+                torch.testing.assert_close(
+                    engine.channels.of(engine.channels.score, weight, weight), expected, rtol=1e-5, atol=0
+                )
                 seen.append((call, weight.name, rank % 2 if split else None, sorted(selected.tolist())))
     optimizer.close()
     return seen
 
 
 def test_ranks_of_a_mesh_of_two_dimensions_select_alike(four):
-    """Each pair of ranks sees its own batch, and each rank a part of the rows: by its own sums it would choose others."""
+    """By the columns' norms in the gathered gradients. Each pair of ranks sees its own batch, and each rank a part of the rows:
+    by its own sums it would choose others."""
     answers = four.run(chosen_in_two_dimensions)
     chosen = {}
     for call, name, part, selected in (entry for answer in answers for entry in answer):
