@@ -2,12 +2,14 @@
 
 import _thread
 import contextlib
+import gc
 import math
 import operator
 import random
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -54,23 +56,44 @@ def test_any_other_signal_waits_too(device):
     player.close()
 
 
+class Join:
+    """What is to be done after a backward pass."""
+
+    calls = 0
+
+    def call(self) -> None:
+        self.calls += 1
+
+
 def test_ctrl_c_while_another_thread_goes_backward_is_not_lost():
     """As on a GPU: the main thread waits meanwhile, and lets go of the callback before it has seen the signal."""
-    called = []
-    holder = [AtEnd(lambda: called.append(True))]
+    join = Join()
+    holder = [AtEnd(join.call)]
     other = threading.Thread(target=holder[0])
     other.start()
     other.join()
     with pytest.raises(KeyboardInterrupt):
         list(map(operator.call, (_thread.interrupt_main, holder.clear)))  # no Python in between
-    assert called == [True]
+    assert join.calls == 1
 
 
 def test_what_is_to_be_done_after_backward_is_done_after_one_that_fails():
-    called = []
-    holder = [AtEnd(lambda: called.append(True))]
+    join = Join()
+    holder = [AtEnd(join.call)]
     holder.clear()
-    assert called == [True]
+    assert join.calls == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_as_a_failed_backward_pass_is_let_go_of_keeps_nothing_alive():
+    """Python ignores it there, and the entry of the finalizer stays."""
+    join = Join()
+    alive, holder = weakref.ref(join), [AtEnd(join.call)]
+    with contextlib.suppress(KeyboardInterrupt):
+        list(map(operator.call, (_thread.interrupt_main, holder.clear)))
+    del join
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_step_enters_no_inference_mode(device, monkeypatch):

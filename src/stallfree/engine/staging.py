@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence, Set
 from operator import attrgetter, is_
 from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import finalize
+from weakref import WeakMethod, finalize
 
 import torch
 from torch import Tensor, nn
@@ -49,15 +49,22 @@ class AtEnd:
 
     Once called it is let go of without any more Python. The main thread waits while a GPU's backward pass runs in another, and
     letting go would be the first that it does: a `__del__` would get the KeyboardInterrupt of a Ctrl-C pressed meanwhile, and
-    Python ignores what is raised there.
+    Python ignores what is raised there. After a pass that fails that can still happen. Then the method is not called, and what
+    is left of this does not keep its object alive.
     """
 
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._once = finalize(self, call)
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._once = finalize(self, _call, WeakMethod(method))
         self._once.atexit = False
 
     def __call__(self) -> None:
         self._once()
+
+
+def _call(method: WeakMethod[Callable[[], None]]) -> None:
+    alive = method()
+    if alive is not None:
+        alive()
 
 
 class Staging:
