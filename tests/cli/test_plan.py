@@ -136,7 +136,7 @@ def test_modes_are_words_behind_the_flag(plan):
     ("arguments", "message"),
     [
         (["--model", "nope"], "model 'nope' is neither a directory with a config.json nor one of"),
-        (["--model", "some/model"], "first: hf download some/model config.json --local-dir DIR"),
+        (["--model", "some/model"], "(hf download some/model config.json --local-dir DIR"),
         (["--modes", "adamw"], "mode 'adamw': there is no preset 'adamw'; presets are planned: stallfree, zenflow"),
         (["--modes", "stalfree"], "mode 'stalfree': there is no preset 'stalfree'; did you mean stallfree"),
         (["7b"], "'7b' is a model: write --model 7b"),

@@ -30,3 +30,9 @@ def read(what: str, path: Path, load: Callable[..., Any], **options: Any) -> Any
 def shortened(error: Exception) -> str:
     """Its message on one line, as far as anybody reads it."""
     return textwrap.shorten(str(error), 300, placeholder=" ...")
+
+
+def how_to_fetch(name: str, files: str = "") -> str:
+    """The end of a refusal, where a name looks like one of a hub's."""
+    what = f"{name} {files}".rstrip()
+    return f"; to use one from a hub, download it first (hf download {what} --local-dir DIR)" if name.count("/") == 1 else ""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.errors import UsageError
-from stallfree.cli.local import read, shortened
+from stallfree.cli.local import how_to_fetch, read, shortened
 
 SHAPES = {  # Qwen2.5: hidden, inner, layers, heads, key-value heads, vocabulary
     "tiny": (128, 256, 2, 4, 2, 512),
@@ -81,6 +81,6 @@ def _from_directory(path: Path) -> Any:
     path = path.parent if path.name == "config.json" else path
     if not (path / "config.json").is_file():
         named = str(path)
-        fetch = f"; for one from a hub, first: hf download {named} config.json --local-dir DIR" if named.count("/") == 1 else ""
+        fetch = how_to_fetch(named, "config.json")
         raise UsageError(f"model {named!r} is neither a directory with a config.json nor one of: {', '.join(SHAPES)}{fetch}")
     return read("config.json", path, AutoConfig.from_pretrained)

