@@ -20,15 +20,8 @@ CONFIG = ZenFlowConfig(
     topk_ratio=0.25,
     max_grad_norm=1.0,
 )
-WAITING = {
-    "_local_scalar_dense",
-    "item",
-    "is_nonzero",
-    "equal",
-    "nonzero",
-    "masked_select",
-    "unique",
-}  # of any stream's numbers
+# For a device's numbers.
+WAITING = {"_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "unique"}
 CALLS = 20
 
 

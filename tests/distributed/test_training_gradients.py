@@ -98,8 +98,8 @@ def test_gradients_accumulate_and_are_clipped_as_usual(two, sync):
     two.run(accumulates, sync)
 
 
-def in_mixed_precision(rank, dtype):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def in_mixed_precision(rank, dtype, reduced):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduced)
     model = Transformerish().to(dtype)
     mesh = mesh_of()
     for layer in model.layers:
@@ -122,8 +122,10 @@ def in_mixed_precision(rank, dtype):
     return losses
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_mixed_precision_policies_work_with_any_type_of_shard(two, dtype):
-    """fp32 shards end with AdamW's weights on the gathered gradients."""
-    for losses in two.run(in_mixed_precision, dtype):
+@pytest.mark.parametrize(
+    "dtype, reduced", [(torch.float32, torch.float32), (torch.float32, None), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_mixed_precision_policies_work_with_any_type_of_shard(two, dtype, reduced):
+    """fp32 shards end with AdamW's weights on the gathered gradients, be these reduced in bf16."""
+    for losses in two.run(in_mixed_precision, dtype, reduced):
         assert losses[-1] < 0.5 * losses[0]

@@ -1,5 +1,9 @@
 """Around the training of sharded parameters: what ranks refuse and agree on; weights that are read, written, handed on."""
 
+import functools
+from contextlib import ExitStack
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -153,24 +157,25 @@ def test_torchs_adamw_goes_on_from_here(two, tmp_path):
 
 
 def counts_collectives(rank, way):
-    run, counted = Run.of(way, PRESETS["stallfree"] | dict(select_interval=9, channel_dim=1, max_grad_norm=1.0)), []
+    """Of some steps: whether it selects, and which collectives it makes."""
+    run, seen = Run.of(way, PRESETS["stallfree"] | dict(select_interval=9, channel_dim=1, max_grad_norm=1.0)), []
     run.play(8)  # what is agreed on once has been
-    kept = {name: getattr(dist, name) for name in dir(dist) if name in COLLECTIVES}
     for _ in range(9):
         run.backward()
-        for name, collective in kept.items():
-            setattr(
-                dist, name, lambda *args, call=collective, of=name, **options: (counted.append(of), call(*args, **options))[1]
-            )
-        selected = run.optimizer.metrics()["reselections_total"]
-        before = len(counted)
-        run.step()
-        made = counted[before:]
-        for name, collective in kept.items():
-            setattr(dist, name, collective)
-        counted.append((run.optimizer.metrics()["reselections_total"] > selected, made))
+        before, made = run.optimizer.metrics()["reselections_total"], []
+        with ExitStack() as patches:
+            for name in COLLECTIVES:
+                noted = functools.partial(note, made, name, getattr(dist, name))
+                patches.enter_context(mock.patch.object(dist, name, noted))
+            run.step()
+        seen.append((run.optimizer.metrics()["reselections_total"] > before, made))
     run.optimizer.close()
-    return [entry for entry in counted if isinstance(entry, tuple)]
+    return seen
+
+
+def note(made, name, collective, *args, **options):
+    made.append(name)
+    return collective(*args, **options)
 
 
 COLLECTIVES = {
