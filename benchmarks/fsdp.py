@@ -40,7 +40,6 @@ from stallfree.engine.blocks import by_modules
 from stallfree.limits import GIB
 
 CPU_OFFLOAD, DEEPSPEED = "cpu-offload", "deepspeed-zero-offload"
-PEER_WARM_UP = 3
 GRADIENT_BYTES = 2  # of an element, in an all-gather that a selection over whole gradients would need
 
 
@@ -124,14 +123,15 @@ class Memory:
 class Benchmark:
     """All modes and what is known of them so far."""
 
-    def __init__(self, settings: BenchSettings, modes: list[Mode], peer_steps: int, output: Path | None, command: str) -> None:
-        self.settings, self.peer_steps, self.output, self.command = settings, peer_steps, output, command
+    def __init__(self, settings: BenchSettings, modes: list[Mode], output: Path | None, command: str) -> None:
+        self.settings, self.output, self.command = settings, output, command
         config = model_config(settings)
         rehearsal = ShardedRunner(Mode(FLOOR, FLOOR), config, settings)
         rehearsal.build(REHEARSAL)
         rehearsal.close()
         self.parameters = sum(param.numel() for param in build_model(config, settings, "meta").parameters())
-        self.runners = [ShardedRunner(mode, config, settings) for mode in modes]
+        of_peers = settings.of_peers()
+        self.runners = [ShardedRunner(mode, config, of_peers if is_peer(mode) else settings) for mode in modes]
         self.results = [Result(mode.text) for mode in modes]
         self.all_reduced: dict[str, int] = {}
 
@@ -149,7 +149,7 @@ class Benchmark:
 
     def _build(self, runner: ShardedRunner, result: Result) -> None:
         try:
-            result.footprint = runner.build(min(PEER_WARM_UP, self.settings.warm_up) if is_peer(runner.mode) else None)
+            result.footprint = runner.build()
         except Exception as error:  # whatever a library raises; the other modes go on
             result.error = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         if not self._on_all(not result.error):
@@ -164,7 +164,7 @@ class Benchmark:
         for runner, result in zip(self.runners, self.results, strict=True):
             if result.error:
                 continue
-            turn = runner.round(self.peer_steps if is_peer(runner.mode) else self.settings.steps)
+            turn = runner.round()
             floor = floor or turn  # which comes first
             result.rounds.append(turn)
             result.beside.append(floor)
@@ -277,7 +277,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20, help="of a mode per round")
     parser.add_argument("--peer-steps", type=int, default=5, help="of a peer per round")
-    parser.add_argument("--warm-up", type=int, default=12)
+    parser.add_argument("--warm-up", type=int, default=12, help="steps before the first round")
+    parser.add_argument("--peer-warm-up", type=int, default=3, help="of a peer")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--output", type=Path, help="a JSON file")
@@ -302,7 +303,7 @@ def main() -> None:
         modes=[mode.text for mode in modes],
         **{name: getattr(given, name) for name in BenchSettings.model_fields if name != "modes" and hasattr(given, name)},
     )
-    benchmark = Benchmark(settings, modes, given.peer_steps, given.output, command)
+    benchmark = Benchmark(settings, modes, given.output, command)
     benchmark.run()
     benchmark.show()
     dist.destroy_process_group()

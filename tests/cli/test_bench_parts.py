@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import subprocess
 import time
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import torch
 
 from stallfree import channel_dims, planner
 from stallfree.cli.bench import fit, trace
+from stallfree.cli.bench.environment import commit_of
 from stallfree.cli.bench.modes import parse_mode
 from stallfree.cli.bench.settings import BenchSettings
 from stallfree.cli.bench.shapes import build_model, model_config
@@ -73,3 +75,22 @@ def test_a_trace_has_a_track_of_the_host(interrupted, tmp_path, monkeypatch):
         assert own["dur"] >= 2000  # microseconds
         assert around["ts"] - 200 <= own["ts"] <= own["ts"] + own["dur"] <= around["ts"] + around["dur"] + 200
     assert sum(event.get("name") == CLOCK for event in events) == CLOCK_MARKS
+
+
+def test_the_commit_is_that_of_the_tree_that_a_file_is_tracked_in(tmp_path):
+    def git(*words):
+        settings = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+        done = subprocess.run(["git", "-C", str(tmp_path), *settings, *words], check=True, capture_output=True, text=True)
+        return done.stdout.strip()
+
+    file, other = tmp_path / "tracked.py", tmp_path / "other.py"
+    for path in (file, other):
+        path.write_text("a = 1\n")
+    assert commit_of(file) is None
+    git("init")
+    git("add", "tracked.py")
+    git("commit", "-m", "first")
+    assert commit_of(file) == git("rev-parse", "--short", "HEAD")
+    assert commit_of(other) is None
+    file.write_text("a = 2\n")
+    assert commit_of(file) == git("rev-parse", "--short", "HEAD") + "-dirty"

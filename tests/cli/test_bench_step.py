@@ -1,8 +1,9 @@
 """`stallfree bench step`: what cannot be measured is said before anything is built, and a run leaves its numbers."""
 
 import json
+import sys
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ import torch
 from stallfree import ZenFlowConfig
 from stallfree.cli import main
 from stallfree.cli.bench import modes, run
+from stallfree.cli.bench.environment import commit_of
 from stallfree.cli.bench.measure import LocalRunner
 from stallfree.cli.bench.modes import PEERS, parse_mode
-from stallfree.cli.bench.peers import deepspeed_settings
+from stallfree.cli.bench.peers import build_peer, deepspeed_settings
 from stallfree.cli.bench.settings import BenchSettings, command_line
-from stallfree.cli.bench.shapes import SHAPES, build_model, model_config
+from stallfree.cli.bench.shapes import SHAPES, build_model, model_config, random_batch
 from stallfree.cli.bench.trace import HOST
 from stallfree.cli.bench.worker import PeerError, RemoteRunner
 from stallfree.cli.errors import UsageError
@@ -215,6 +217,7 @@ def test_a_run_in_turns(bench, tmp_path):
     assert environment["versions"]["transformers"]
     assert environment["cores"] >= 1
     assert environment["settings"]["seq"] == 16
+    assert environment["commit"] == commit_of(Path(modes.__file__))
     assert environment["command"].startswith("stallfree bench step --model tiny --batch 1 --seq 16 --modes adamw stallfree:")
     assert not found["interrupted"]
 
@@ -278,11 +281,11 @@ def test_a_mode_that_fails_leaves_the_others(bench, monkeypatch):
 def test_ctrl_c_shows_what_was_measured(bench, monkeypatch):
     measured, rounds = LocalRunner.round, []
 
-    def round_or_interrupt(self, steps):
+    def round_or_interrupt(self):
         rounds.append(self.mode.text)
         if len(rounds) == 4:
             raise KeyboardInterrupt
-        return measured(self, steps)
+        return measured(self)
 
     monkeypatch.setattr(LocalRunner, "round", round_or_interrupt)
     code, out, _, found = bench("--modes", "adamw", "stallfree", rounds=3)
@@ -324,12 +327,12 @@ def test_a_process_of_its_own_takes_turns():
     runner = RemoteRunner(parse_mode("adamw"), settings)
     try:
         assert runner.build().parameters == 361_600
-        assert len(runner.round(3).step_ms) == 3
+        assert len(runner.round().step_ms) == 4
         process = runner.process
         process.kill()
         process.wait()
         with pytest.raises(PeerError, match=r"^adamw ended: "):
-            runner.round(3)
+            runner.round()
     finally:
         runner.close()
     assert process.returncode is not None
@@ -339,11 +342,35 @@ def test_a_peer_takes_turns_with_the_others(bench, monkeypatch):
     peer = modes.Peer("torch", "", {}, 8)
     monkeypatch.setattr(modes.Mode, "peer", property(lambda mode: peer if mode.name == "adamw" else None))
     monkeypatch.setattr(modes.Mode, "why_absent", lambda mode, device: "")
-    code, out, _, found = bench("--modes", "adamw", "device", rounds=2, steps=2)
+    code, out, _, found = bench("--modes", "adamw", "device", rounds=2, steps=2, peer_steps=3)
     assert code == 0
     assert [line.split(": ")[1] for line in out.splitlines() if line.startswith("round")] == ["floor", "adamw", "device"] * 2
-    assert [entry["steps"] for entry in found["rows"]] == [4, 4, 4]
+    assert [entry["steps"] for entry in found["rows"]] == [4, 6, 4]
     assert found["rows"][1]["ratio"] > 0
+
+
+def test_torchao_trains_every_weight_with_torchs_adamw(monkeypatch):
+    made = []
+
+    class CPUOffloadOptimizer(torch.optim.Optimizer):
+        def __init__(self, params, optimizer_class, offload_gradients, **options):
+            made.append((optimizer_class, offload_gradients))
+            super().__init__(params, {})
+            self.inner = optimizer_class(self.param_groups, **options)
+
+        def step(self):
+            self.inner.step()
+
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.optim", SimpleNamespace(CPUOffloadOptimizer=CPUOffloadOptimizer))
+    settings = settings_of(QUICK)
+    config = model_config(settings)
+    model = build_model(config, settings, "cpu")
+    before = [param.detach().clone() for param in model.parameters()]
+    training = build_peer(parse_mode("torchao:offload_gradients=true"), model, random_batch(config, settings), settings)
+    training.step()
+    assert made == [(torch.optim.AdamW, True)]
+    assert not any(torch.equal(param, old) for param, old in zip(model.parameters(), before, strict=True))
 
 
 def test_a_process_of_its_own_says_why_it_failed():

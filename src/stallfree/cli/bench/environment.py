@@ -6,6 +6,7 @@ import os
 import platform
 import subprocess
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ def environment(settings: BenchSettings) -> dict[str, Any]:
         "torch": torch.__version__,  # with its build
         "python": platform.python_version(),
         "versions": {name: version_of(name) for name in LIBRARIES},
+        "commit": commit_of(Path(__file__)),
         "date": datetime.now().astimezone().isoformat(timespec="seconds"),
         "command": command_line(settings),
         "settings": settings.model_dump(mode="json", exclude=set(FILES)),
@@ -37,8 +39,21 @@ def environment(settings: BenchSettings) -> dict[str, Any]:
 
 
 def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
+    words = _said_by(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).split()
+    return words[0] if words else None
+
+
+def commit_of(file: Path) -> str | None:
+    """Of the source tree that a file belongs to, with "-dirty" if it has been changed since; None where there is none."""
+    git = ["git", "-C", str(file.parent)]
+    if not _said_by([*git, "ls-files", file.name]):  # installed, be it inside a tree of something else
         return None
+    return _said_by([*git, "describe", "--always", "--dirty"]).strip() or None
+
+
+def _said_by(command: list[str]) -> str:
+    """What a command prints; nothing if it cannot be run or fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -57,9 +57,9 @@ class LocalRunner:
         parameters = sum(param.numel() for param in model.parameters())
         return build_training(self.mode, model, ids, self.settings), parameters
 
-    def round(self, steps: int) -> Round:
+    def round(self) -> Round:
         """Some measured steps."""
-        training = self.training
+        training, steps = self.training, self.settings.steps
         assert training is not None
         host, reserved = self._host(), torch.cuda.memory_reserved() if self.on_gpu else 0
         others = self._allocated() - self.resting

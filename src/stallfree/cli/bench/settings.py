@@ -36,6 +36,10 @@ class BenchSettings(BaseModel):
     rounds: int = setting(5, "Rounds, in each of which every mode takes its turn.", ge=1)
     steps: int = setting(40, "Measured steps of a mode per round.", ge=1)
     warm_up: int = setting(12, "Steps of each mode before the first round.", ge=1)
+    peer_steps: int | None = setting(
+        None, "Measured steps of another library per round: some take nine times as long.", shown="as --steps", ge=1
+    )
+    peer_warm_up: int | None = setting(None, "Steps of another library before the first round.", shown="as --warm-up", ge=1)
     apart: bool = setting(
         False,
         "One mode in memory at a time, the floor measured before and after each.",
@@ -57,6 +61,10 @@ class BenchSettings(BaseModel):
         if value is not None and value.suffix != ".json":
             raise ValueError("should be a file whose name ends in .json")
         return value
+
+    def of_peers(self) -> BenchSettings:
+        """What holds for other libraries."""
+        return self.model_copy(update={"steps": self.peer_steps or self.steps, "warm_up": self.peer_warm_up or self.warm_up})
 
 
 def command_line(settings: BenchSettings) -> str:

@@ -30,7 +30,7 @@ class RemoteRunner:
     """As a LocalRunner, elsewhere."""
 
     def __init__(self, mode: Mode, settings: BenchSettings) -> None:
-        self.mode, self.settings = mode, settings
+        self.mode, self.settings = mode, settings.of_peers()
         self.process: subprocess.Popen[str] | None = None
 
     def build(self) -> Footprint:
@@ -47,9 +47,9 @@ class RemoteRunner:
         request = {"mode": self.mode.text, "settings": self.settings.model_dump(mode="json")}
         return Footprint(**self._ask(request))
 
-    def round(self, steps: int) -> Round:
+    def round(self) -> Round:
         """Some measured steps."""
-        return Round(**self._ask({"steps": steps}))
+        return Round(**self._ask({}))
 
     def close(self) -> None:
         """End the process and whatever it started."""
@@ -108,7 +108,7 @@ def serve(requests: TextIO, replies: TextIO) -> None:
                 runner = LocalRunner(parse_mode(request["mode"]), config, settings, with_children=True)
                 reply = asdict(runner.build())
             else:
-                reply = asdict(runner.round(request["steps"]))
+                reply = asdict(runner.round())
         except Exception as error:  # whatever the library raises
             reply = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
         replies.write(json.dumps(reply) + "\n")
