@@ -70,7 +70,8 @@ def test_what_two_ranks_save_any_number_loads_bit_for_bit(one, two, four, tmp_pa
 
 
 def trained(model, calls):
-    optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, **PRESETS["stallfree"])
+    """With channels that are rows, which tensor parallelism and FSDP both split, and columns, which the former does."""
+    optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, channel_dim=dict(up=0, down=1), **PRESETS["stallfree"])
     for call in range(calls):
         model(drawn_batch(4, call)).square().sum().backward()
         optimizer.step()
@@ -83,9 +84,13 @@ def saved_in_one_dimension(rank, full, path):
 
 
 def loaded_in_two_dimensions(rank, full, path, again):
+    """And what this rank has of one number per row."""
     run = trained(in_two_dimensions(), 5)
     load_full(run, path, full) if full else load(run, path, more_ranks=True)
-    return saved(run, full, again)
+    engine, param = run.optimizer.engine, run.model.layers[0].up.weight
+    weight = engine.weights[param].weight
+    score = engine.channels.of(engine.channels.score, weight, weight).clone()
+    return saved(run, full, again), score
 
 
 def loaded_in_one_dimension(rank, full, path):
@@ -96,5 +101,8 @@ def loaded_in_one_dimension(rank, full, path):
 def test_there_and_back_through_two_dimensions_no_bit_changes(two, four, tmp_path, full):
     first, second = tmp_path / "first", tmp_path / "second"
     expected = two.run(saved_in_one_dimension, full, first)[0]
-    compare(four.run(loaded_in_two_dimensions, full, first, second), expected)
+    states, scores = zip(*four.run(loaded_in_two_dimensions, full, first, second), strict=True)
+    compare(states, expected)
+    whole = torch.cat([scores[0], scores[2], scores[1], scores[3]])  # rows are split by tensor parallelism first
+    assert torch.equal(whole, expected["layers.0.up.weight"]["score"])
     compare(two.run(loaded_in_one_dimension, full, second), expected)

@@ -261,5 +261,6 @@ def test_over_two_dimensions_a_step_makes_a_collective_for_each_dimension_of_eac
     all ranks agree on the norm, over each."""
     for sums, answer in four.run(counts_collectives_in_two_dimensions, norms):
         assert sums == {("dp", "tp"), ("dp",)}
+        assert sum(map(len, sums)) + 2 * norms == expected
         assert {selects for selects, _ in answer} == {True, False}
         assert [made for _, made in answer] == [["all_reduce"] * expected] * len(answer)
