@@ -223,33 +223,41 @@ class Run:
 
 
 class Mlp(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
-        self.up, self.down, self.norm = nn.Linear(6, 8), nn.Linear(8, 6), nn.LayerNorm(6)
+        self.up, self.down, self.norm = nn.Linear(width, hidden), nn.Linear(hidden, width), nn.LayerNorm(width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(torch.relu(self.up(self.norm(x))))
 
 
 class Transformerish(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int = 6, hidden: int = 8) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.Sequential(Mlp(), Mlp()).to(DEVICE)
+        self.layers = nn.Sequential(Mlp(width, hidden), Mlp(width, hidden)).to(DEVICE)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
 
 
-def drawn_batch(rows: int, seed: int) -> Tensor:
-    return torch.randn(rows, 6, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+def drawn_batch(rows: int, seed: int, width: int = 6) -> Tensor:
+    return torch.randn(rows, width, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
-def in_two_dimensions() -> Transformerish:
-    """FSDP over two ranks of tensor parallelism over two."""
-    model = Transformerish()
+def in_one_dimension() -> Transformerish:
+    """FSDP over all ranks."""
+    model, mesh = Transformerish(), mesh_of()
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def in_two_dimensions(width: int = 6, hidden: int = 8) -> Transformerish:
+    """FSDP over two ranks of tensor parallelism over two. Between the layers are DTensors, of any size."""
+    model = Transformerish(width, hidden)
     mesh = mesh_of(2, 2, mesh_dim_names=("dp", "tp"))
     for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(layer, mesh["tp"], {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()})
         fully_shard(layer, mesh=mesh["dp"])
     return fully_shard(model, mesh=mesh["dp"])

@@ -82,6 +82,8 @@ def on_host(answer: Any) -> Any:
     """A function's answer with its tensors in host memory, where they are compared across ranks."""
     if isinstance(answer, Tensor):
         return answer.cpu()
+    if isinstance(answer, dict):
+        return {key: on_host(item) for key, item in answer.items()}
     if isinstance(answer, (list, tuple)):
         return type(answer)(on_host(item) for item in answer)
     return answer

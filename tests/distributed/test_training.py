@@ -45,13 +45,13 @@ def test_parameters_that_stay_gathered_or_are_split_otherwise_train_alike(two, w
     two.run(follows_adamw, way, PRESETS["stallfree"])
 
 
-def follows_adamw_in_two_dimensions(rank, settings):
-    model = in_two_dimensions()
+def follows_adamw_in_two_dimensions(rank, settings, width=6, hidden=8):
+    model = in_two_dimensions(width, hidden)
     optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, **settings)
     mirror = Mirror(optimizer)
     for call in range(CALLS):
         row = rank // 2  # ranks of one tensor-parallel group see the same batch
-        model(drawn_batch(4, 10 * call + row)).square().sum().backward()
+        model(drawn_batch(4, 10 * call + row, width)).square().sum().backward()
         norm = mirror.step()
         optimizer.step()
         optimizer.zero_grad()
@@ -65,6 +65,12 @@ def follows_adamw_in_two_dimensions(rank, settings):
 def test_over_a_mesh_of_two_dimensions(four, preset):
     """FSDP x tensor parallelism by rows and by columns; gradients follow published weights, and are gathered."""
     four.run(follows_adamw_in_two_dimensions, PRESETS[preset] | dict(max_grad_norm=1.0))
+
+
+@pytest.mark.parametrize("width, hidden", [(5, 7), (5, 3)])
+def test_over_a_mesh_of_two_dimensions_that_does_not_divide(four, width, hidden):
+    """Of seven rows of `up` ranks have 2, 2, 2 and 1; of three the last one has none."""
+    four.run(follows_adamw_in_two_dimensions, PRESETS["stallfree"] | dict(max_grad_norm=1.0), width, hidden)
 
 
 # 2: timing

@@ -1,15 +1,31 @@
 """Around the training of sharded parameters: what ranks refuse and agree on; weights that are read, written, handed on."""
 
 import functools
+import mmap
 from contextlib import ExitStack
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from nets import CALLS, LR, PRESETS, WAYS, Mirror, Net, Run, drawn, equal, gathered, weights
+from nets import (
+    CALLS,
+    LR,
+    PRESETS,
+    WAYS,
+    Mirror,
+    Net,
+    Run,
+    drawn,
+    drawn_batch,
+    equal,
+    gathered,
+    in_two_dimensions,
+    weights,
+)
 from ranks import DEVICE
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from stallfree import ZenFlowAdamW, load_checkpoint, save_checkpoint, to_adamw_state
 from stallfree.engine.interval import UpdateTime
@@ -24,8 +40,26 @@ def refuses(rank):
         ZenFlowAdamW([*WAYS["sharded"](Net()).named_parameters(), ("extra", plain.weight)], lr=LR)
 
 
-def test_replicas_are_refused_with_the_way_out(two):
+def test_plain_parameters_are_refused_with_the_way_out(two):
     two.run(refuses)
+
+
+def refuses_replicas(rank):
+    """And leaves them as they were: without hooks, without pages of host memory, in training."""
+    model = DistributedDataParallel(nn.Linear(4, 4, device=DEVICE))
+    before = weights(model)
+    refused = pytest.raises(RuntimeError, match=r"module\.weight.*DistributedDataParallel.*fully_shard")
+    with mock.patch.object(mmap, "mmap", wraps=mmap.mmap) as pages, refused:
+        ZenFlowAdamW(model.named_parameters(), lr=LR, min_numel=0)
+    assert not pages.called
+    assert not any(param._post_accumulate_grad_hooks or param._backward_hooks for param in model.parameters())
+    equal([weights(model)], [before])
+    model(torch.full((1, 4), 1.0 + rank, device=DEVICE)).sum().backward()
+    equal([[param.grad for param in model.parameters()]], [[torch.full_like(before[0], 1.5), torch.ones_like(before[1])]])
+
+
+def test_what_is_wrapped_in_ddp_is_refused_untouched_with_the_way_out(two):
+    two.run(refuses_replicas)
 
 
 def memory_of_one(rank):
@@ -157,20 +191,28 @@ def test_torchs_adamw_goes_on_from_here(two, tmp_path):
 
 
 def counts_collectives(rank, way):
-    """Of some steps: whether it selects, and which collectives it makes."""
-    run, seen = Run.of(way, PRESETS["stallfree"] | dict(select_interval=9, channel_dim=1, max_grad_norm=1.0)), []
+    run = Run.of(way, COUNTED)
     run.play(8)  # what is agreed on once has been
+    seen = []
     for _ in range(9):
         run.backward()
-        before, made = run.optimizer.metrics()["reselections_total"], []
-        with ExitStack() as patches:
-            for name in COLLECTIVES:
-                noted = functools.partial(note, made, name, getattr(dist, name))
-                patches.enter_context(mock.patch.object(dist, name, noted))
-            run.step()
-        seen.append((run.optimizer.metrics()["reselections_total"] > before, made))
+        seen.append(counted(run.optimizer, run.step))
     run.optimizer.close()
     return seen
+
+
+COUNTED = PRESETS["stallfree"] | dict(select_interval=9, channel_dim=1, max_grad_norm=1.0)
+
+
+def counted(optimizer, step):
+    """Whether a step selects, and which collectives it makes."""
+    before, made = optimizer.metrics()["reselections_total"], []
+    with ExitStack() as patches:
+        for name in COLLECTIVES:
+            noted = functools.partial(note, made, name, getattr(dist, name))
+            patches.enter_context(mock.patch.object(dist, name, noted))
+        step()
+    return optimizer.metrics()["reselections_total"] > before, made
 
 
 def note(made, name, collective, *args, **options):
@@ -189,3 +231,36 @@ def test_a_step_makes_one_collective_with_a_selection_or_without(request, ranks,
     for answer in request.getfixturevalue(ranks).run(counts_collectives, way):
         assert {selects for selects, _ in answer} == {True, False}
         assert [made for _, made in answer] == [["all_reduce"]] * len(answer)
+
+
+def counts_collectives_in_two_dimensions(rank, norms):
+    """And over which dimensions numbers add up, by placements. norms: whether those train, which are on one dimension alone."""
+    model = in_two_dimensions()
+    for layer in model.layers:
+        layer.norm.requires_grad_(norms)
+    optimizer = ZenFlowAdamW(model.named_parameters(), lr=LR, **COUNTED)
+    sums = set()
+    for param in (param for param in model.parameters() if param.requires_grad):
+        axes = zip(param.device_mesh.mesh_dim_names, param.placements, strict=True)
+        split = {name: placement.dim for name, placement in axes if not placement.is_replicate()}
+        sums.add(tuple(split))  # its norm
+        if param.dim() > 1:
+            sums.add(tuple(name for name, axis in split.items() if axis == 0))  # its columns'
+    seen = []
+    for call in range(17):
+        model(drawn_batch(4, 10 * call + rank // 2)).square().sum().backward()
+        seen.append(counted(optimizer, optimizer.step))
+        optimizer.zero_grad()
+    optimizer.close()
+    return sums, seen[8:]
+
+
+@pytest.mark.parametrize("norms, expected", [(False, 3), (True, 5)])
+def test_over_two_dimensions_a_step_makes_a_collective_for_each_dimension_of_each_set(four, norms, expected):
+    """Sums over both dimensions take one over each, and others are over one. Where some parameters are on one dimension alone,
+    all ranks agree on the norm, over each."""
+    for sums, answer in four.run(counts_collectives_in_two_dimensions, norms):
+        assert sums == {("dp", "tp"), ("dp",)}
+        assert sum(map(len, sums)) + 2 * norms == expected
+        assert {selects for selects, _ in answer} == {True, False}
+        assert [made for _, made in answer] == [["all_reduce"] * expected] * len(answer)
