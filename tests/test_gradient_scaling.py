@@ -79,6 +79,23 @@ def test_scaling_by_a_number(device, dtype, scale):
     assert_equal(setting.weights(), same_as(device, dtype, [g / 4 for g in grads]))
 
 
+@pytest.mark.parametrize("scale", [lambda g: g.mul_(0.3), lambda g: g.div_(3)])
+def test_one_number_for_all_gradients_is_there_once_and_waits_for_nothing(device, scale):
+    """As torch.distributed.pipelining divides each by the number of microbatches."""
+    setting = Setting(device)
+    setting.backward(setting.draw())
+    if str(device) != "cpu":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for p in setting.params[:2]:
+            scale(p.grad)
+    finally:
+        if str(device) != "cpu":
+            torch.cuda.set_sync_debug_mode("default")
+    first, second = (p.grad.staged.factor for p in setting.params[:2])
+    assert first is second
+
+
 def test_a_loss_scaled_by_the_user_and_unscaled_again(device):
     """fp16 without a GradScaler: a thousand times the loss, a thousandth of the gradient."""
     setting = Setting(device, torch.float16)

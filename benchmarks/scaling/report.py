@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,19 @@ from pathlib import Path
 import torch
 
 from benchmarks.scaling.cases import HIDDEN, INTERVALS, MEASURED, MODELS, NODE, ROOM, WORLDS, Case
-from benchmarks.scaling.simulation import Step, simulate
+from benchmarks.scaling.simulation import Step, paced, simulate
+
+RESULTS = Path(__file__).parents[1] / "results"
+TWO_GPUS = ("", "-pace", "-s8", "-evening", "-night")  # runs of fsdp-h200x2-2026-11-30.md, in order, on several machines
+TWO_MODES = {
+    "stallfree:update_interval=4": ("4", Case(model=MODELS[0], world=2)),
+    "stallfree:update_interval=8": ("8", Case(model=MODELS[0], world=2, interval=8)),
+    "idle-host:update_interval=4": ("4, no host work", Case(model=MODELS[0], world=2, free=True)),
+}
+TWO_HEAD = (
+    "| 1.5B, two GPUs | S | floor, ms: measured | model | error | step / floor: measured | model | error "
+    "| host threads: measured | model | host busy, ms: measured | model | error | with all threads |"
+)
 
 
 @dataclass
@@ -83,7 +96,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def check() -> str:
-    """The model against what was measured on one GPU."""
+    """The model against what was measured, on one GPU and on two."""
+    return f"{check_one()}\n\n{check_two()}"
+
+
+def check_one() -> str:
     small = MODELS[0]
     lines = ["| 1.5B, one GPU, S=4 | measured | model |", "|---|---|---|"]
     case = Case(model=small, world=1)
@@ -95,7 +112,40 @@ def check() -> str:
     for threads, measured in ((14, 80), (10, 108), (8, 124)):
         busy = simulate(replace(case, host=replace(MEASURED, threads=threads))).busy["host"]
         lines.append(f"| host busy with {threads} threads, ms | {measured} | {ms(busy)} |")
+    left = paced(case)  # measured: step-h200-1.5b-8x1024-2026-11-30-night.json
+    lines.append(f"| threads that the engine leaves at work | 5 and 6 | {left.at.threads} |")
+    lines.append(f"| host busy with them, ms | 144 | {ms(simulate(left).busy['host'])} |")
     return "\n".join(lines)
+
+
+def check_two() -> str:
+    """Every run there is. The model's host work is with as many threads as worked there, and then with all that there are."""
+    lines = [TWO_HEAD, "|---" * TWO_HEAD.count(" | ") + "|---|"]
+    for run in TWO_GPUS:
+        saved = json.loads((RESULTS / f"fsdp-h200x2-2026-11-30{run}.json").read_text(encoding="utf-8"))
+        modes = {mode["mode"]: mode for mode in saved["modes"]}
+        lines += [_two(run, modes["floor"], mode) for name, mode in modes.items() if name in TWO_MODES]
+    return "\n".join(lines)
+
+
+def _two(run: str, floor: dict, mode: dict) -> str:
+    name, case = TWO_MODES[mode["mode"]]
+    step, base = simulate(case), simulate(replace(case, interval=0))
+    cells = [run.removeprefix("-") or "first", name, *_beside(floor["mean_ms"], base.seconds * 1e3, ".0f")]
+    cells += _beside(mode["ratio"], step.seconds / base.seconds, ".3f")
+    if case.free:
+        return "| " + " | ".join([*cells, *"––––––"]) + " |"
+    worked, left = set(mode.get("round_host_threads", ())), paced(case)  # in these runs of S=4 and 8 it is one number
+    cells += [" and ".join(map(str, sorted(worked))) or "–", str(left.at.threads)]
+    there = replace(case, host=replace(case.at, threads=min(worked))) if worked else left
+    busy = simulate(there).busy["host"] * 1e3
+    cells += _beside(mode["host_ms"], busy, ".0f") if "host_ms" in mode else ["–", f"{busy:.0f}", "–"]
+    return "| " + " | ".join([*cells, f"{step.busy['host'] * 1e3:.0f}"]) + " |"
+
+
+def _beside(measured: float, model: float, form: str) -> list[str]:
+    """Both, and by how much the model is off."""
+    return [f"{measured:{form}}", f"{model:{form}}", f"{100 * (model / measured - 1):+.0f}%"]
 
 
 def traffic() -> str:
@@ -177,7 +227,7 @@ def main() -> None:
     rows = [row(Case(model=model, world=world)) for model in MODELS for world in WORLDS]
     command = " ".join(["python -m benchmarks.scaling.report", *sys.argv[1:]])
     parts = [f"```\n{command}\n```", f"{datetime.date.today()}, torch {torch.__version__}; no GPU."]
-    parts += ["## Against one GPU", check(), "## Times per step, ms", table(rows)]
+    parts += ["## Against what was measured", check(), "## Times per step, ms", table(rows)]
     parts += ["## Bytes of the collective", traffic(), "## What assumptions are worth", variants()]
     report = "\n\n".join(parts) + "\n"
     print(report)

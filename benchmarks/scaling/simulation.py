@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from benchmarks.scaling.cases import (
     ADAMW_S,
@@ -27,6 +27,8 @@ from benchmarks.scaling.cases import (
     blocks_of,
 )
 from stallfree.engine.blocks import Block
+from stallfree.engine.calls import CALLS, Mark
+from stallfree.engine.pace import Pace
 from stallfree.engine.ring import STAGING_BYTES, piece_bytes
 from stallfree.kernels.block import FIRST
 
@@ -77,6 +79,7 @@ class Step:
 
     seconds: float
     busy: dict[str, float]  # by stream
+    host: list[float]  # busy in each of S calls
     ops: list[Op] = field(repr=False, default_factory=list)
 
 
@@ -88,10 +91,29 @@ def simulate(case: Case) -> Step:
     _run(ops, Rates(case))
     ends = [max(op.end for op in ops if op.call == call and op.stream == "compute") for call in (first - 1, calls - 1)]
     busy: dict[str, float] = defaultdict(float)
+    host = [0.0] * count
     for op in ops:
         if op.call >= first:
             busy[op.stream] += (op.end - op.begin) / count
-    return Step((ends[1] - ends[0]) / count, dict(busy), ops)
+            host[op.call - first] += (op.end - op.begin) * (op.stream == "host")
+    return Step((ends[1] - ends[0]) / count, dict(busy), host, ops)
+
+
+def paced(case: Case) -> Case:
+    """With as many of the host's threads as the engine leaves it in the end: all that a call does not need are taken away."""
+    pace, now, steps = Pace(case.at.threads), Mark(0.0, 0.0, 0.0), {}
+    for call in range(8 * CALLS):
+        if pace.threads not in steps:
+            steps[pace.threads] = simulate(_with(case, pace.threads))
+        step = steps[pace.threads]
+        busy = step.host[call % len(step.host)]
+        now = Mark(now.seconds + step.seconds, now.busy + busy, 0.0)
+        pace.after_call(now, case.interval)
+    return _with(case, pace.threads)
+
+
+def _with(case: Case, threads: int) -> Case:
+    return replace(case, host=replace(case.at, threads=threads))
 
 
 def _run(ops: Sequence[Op], rates: Rates) -> None:

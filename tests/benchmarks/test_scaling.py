@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.scaling import report
 from benchmarks.scaling.cases import HIDDEN, KERNELS_S, MEASURED, MODELS, NODE, TOKENS, Case, Host
-from benchmarks.scaling.simulation import simulate, window_s
+from benchmarks.scaling.simulation import paced, simulate, window_s
 
 SMALL, LARGE = MODELS[0], MODELS[1]
 
@@ -59,6 +59,32 @@ def test_a_host_that_cannot_keep_up_sets_the_pace():
     step = simulate(Case(model=SMALL, world=1, host=slow))
     assert step.busy["host"] > SMALL.compute_s
     assert step.seconds == pytest.approx(step.busy["host"], rel=0.02)
+
+
+def test_the_host_works_with_the_threads_that_it_needs():
+    """Measured with S=4: 5 to 7 threads on one GPU, 3 on each of two. A host that is hardly fast enough keeps all."""
+    assert paced(Case(model=SMALL, world=1)).at.threads in (5, 6, 7)
+    assert paced(Case(model=SMALL, world=2)).at.threads == 3
+    busy = Case(model=SMALL, world=1, tokens=TOKENS // 2)
+    assert simulate(busy).busy["host"] > 0.8 * busy.compute_s
+    assert paced(busy).at.threads == MEASURED.threads
+
+
+def test_two_gpus_are_slower_than_the_model_says_and_so_is_their_host():
+    """What docs/fsdp.md says of it: late launches are not in the step, and the host, with as many threads, is slower."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in report.check().splitlines()]
+    rows = rows[[row[0] for row in rows].index("1.5B, two GPUs") + 2 :]
+    assert [row[:2] for row in rows] == [
+        *(["first", "4"], ["pace", "4"], ["s8", "4"], ["s8", "8"]),
+        *(["evening", "4"], ["evening", "4, no host work"], ["evening", "8"], ["night", "4"], ["night", "4, no host work"]),
+    ]
+    night = rows[[row[:2] for row in rows].index(["night", "4"])]
+    measured = [night[place] for place in (2, 5, 8, 10)]
+    assert measured == ["225", "1.050", "3", "130"]
+    assert [float(night[place]) for place in (3, 6, 9, 11)] == pytest.approx([201, 1.008, 3, 117], rel=0.01)
+    errors = [[int(row[place].rstrip("%")) for row in rows if row[place] != "–"] for place in (4, 7, 12)]
+    for found, stated in zip(errors, [(-24, -11), (-15, -3), (-28, -9)], strict=True):
+        assert (min(found), max(found)) == pytest.approx(stated, abs=1)
 
 
 def test_a_rank_has_its_share_of_the_work():

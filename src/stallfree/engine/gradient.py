@@ -187,9 +187,8 @@ def _mul_(self: StagedGradient, other: Tensor | float) -> StagedGradient:
 
 
 def _div_(self: StagedGradient, other: Tensor | float) -> StagedGradient:
-    self.staged.scale(
-        torch.as_tensor(other, dtype=torch.float32, device=None if isinstance(other, Tensor) else "cpu").reciprocal()
-    )
+    inverse = torch.as_tensor(other, dtype=torch.float32, device=None if isinstance(other, Tensor) else "cpu").reciprocal()
+    self.staged.scale(inverse if isinstance(other, Tensor) else inverse.item())
     return self
 
 

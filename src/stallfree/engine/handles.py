@@ -13,6 +13,8 @@ from stallfree.engine.gradient import Staged
 if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
 
+NO_TENSOR = -1  # for the version of a number
+
 
 class Handles:
     """The `Owner` of one engine's staged gradients."""
@@ -50,15 +52,21 @@ class Handles:
 
     @torch.no_grad()
     def scaled(self, factor: Tensor | None, by: Tensor | float) -> Tensor:
-        """The product. Clipping multiplies all gradients by the same number, which is done once in a call.
+        """The product. Clipping multiplies all gradients by the same number, as pipelining does: it is done once in a call.
 
         In the next one a tensor may be another number, though its version is the same: a CUDA graph writes it, say.
         """
-        version = -1 if not isinstance(by, Tensor) else None if by.is_inference() else by._version
-        last = self._scaling
-        if version is not None and last is not None and last[0] is factor and last[1] is by and last[2] == version:
-            return last[3]
-        number = torch.as_tensor(by, dtype=torch.float32, device=self.engine.device).reshape(())
+        last = self._scaling if self._scaling is not None and self._scaling[0] is factor else None
+        if isinstance(by, Tensor):
+            version = None if by.is_inference() else by._version
+            if version is not None and last is not None and last[1] is by and last[2] == version:
+                return last[3]
+            number = torch.as_tensor(by, dtype=torch.float32, device=self.engine.device).reshape(())
+        else:
+            version = NO_TENSOR
+            if last is not None and last[2] == version and last[1] == by:
+                return last[3]
+            number = torch.full((), by, dtype=torch.float32, device=self.engine.device)  # a copy would wait for the device
         product = number.clone() if factor is None else factor * number
         self._scaling = (factor, by, version, product)
         return product
