@@ -26,7 +26,7 @@ AUTO = """
 
 S is 1 during the warm-up and 2 after it. Then the optimizer measures: the time between two calls (the median of eight,
 without stalls) and the host's time for a full update. It takes the smallest S with which the busiest call's part of it
-fits 85% of a call: windows close at different calls, but not all calls have equally much to do (one with a large embedding, or
+fits 70% of a call: windows close at different calls, but not all calls have equally much to do (one with a large embedding, or
 two of eight phases where S is 6, has more); if there is none, the S that leaves the least undone in a call. How
 host time depends on S follows from bytes at first, and from measurements once S has had two values. Where a GPU has done
 almost all it was given whenever a call ends, training is launch-bound, and the share is 35%: the host at work slows the

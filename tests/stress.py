@@ -14,22 +14,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from stallfree import ZenFlowAdamW, ZenFlowConfig
+from stallfree.engine import ring
 
 # "streams": a GPU's path on the CPU, with copies that come late; "pieces": and staging memory smaller than most blocks.
-PLACES = ["cpu", "streams", "pieces", pytest.param("cuda", marks=pytest.mark.gpu)]
-STAGING_BYTES = {"streams": 1 << 20, "pieces": 1 << 11}
+PLACES = ["cpu", "streams", "pieces", *(pytest.param(place, marks=pytest.mark.gpu) for place in ("cuda", "cuda pieces"))]
+STAGING_BYTES = {"streams": 1 << 20, "pieces": 1 << 11, "cuda pieces": 1 << 11}
 SETTINGS = dict(topk_ratio=0.25, update_interval=3, select_interval=3, full_warm_up_rounds=2, min_numel=0, block_numel=600)
 WIDTH, CALLS = 16, 11
 Weights = list[Tensor]
 
 
 def device_of(place: str, monkeypatch, seed: int = 0) -> torch.device:
-    if place == "cuda" and not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
+    if place.startswith("cuda"):
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        if place in STAGING_BYTES:
+            monkeypatch.setattr(ring, "STAGING_BYTES", STAGING_BYTES[place])
+        return torch.device("cuda")
     if place in STAGING_BYTES:
         rnd = random.Random(seed)
         use(monkeypatch, lambda: time.sleep(rnd.random() * rnd.choice([0.0, 0.0, 0.0, 3e-4])), STAGING_BYTES[place])
-    return torch.device("cuda" if place == "cuda" else "cpu")
+    return torch.device("cpu")
 
 
 class Late:

@@ -51,18 +51,18 @@ def test_two_measurements_say_what_a_slot_costs(earlier, now, state, slot):
     "now, traffic, current, step_ms, stall_ms, interval, hides",
     [
         # One H200, 16 cores
-        (by_bytes(H200, 2), FP32, 2, 105, 39, 4, True),  # the first decision, at S=2
-        (by_bytes(H200, 2), FP32, 2, 200, 0, 2, True),
-        (H200, FP32, 4, 105, 0, 4, True),  # the next: what was expected holds
-        (H200, FP32, 4, 200, 0, 3, True),  # S=2 would fit, but not with a quarter to spare
-        (H200, FP32, 4, 400, 0, 1, True),
-        (H200, BF16, 4, 105, 0, 4, True),
+        (by_bytes(H200, 2), FP32, 2, 105, 39, 5, True),  # the first decision, at S=2
+        (by_bytes(H200, 2), FP32, 2, 220, 0, 2, True),
+        (by_bytes(H200, 5), FP32, 5, 105, 0, 5, True),  # the next: what was expected holds
+        (H200, FP32, 4, 220, 0, 3, True),  # S=2 would fit, but not with a quarter to spare
+        (H200, FP32, 4, 500, 0, 1, True),
+        (H200, BF16, 4, 120, 0, 4, True),
         (by_bytes(H200, 2), FP32, 2, 40, 104, 8, False),  # nothing hides it
         # A small model and an idle host
         (UpdateTime(2, 0.001), FP32, 2, 50, 0, 1, True),
         # A slow host, at the edges
-        (UpdateTime(2, 0.300), FP32, 2, 100, 50, 4, True),
-        (UpdateTime(2, 0.300), FP32, 2, 70, 80, 7, True),
+        (UpdateTime(2, 0.300), FP32, 2, 100, 50, 6, True),
+        (UpdateTime(2, 0.300), FP32, 2, 90, 60, 7, True),
         # It would fit, but calls stall all the same
         (UpdateTime(2, 0.100), FP32, 2, 100, 10, 3, True),
         (UpdateTime(8, 0.100), FP32, 8, 100, 10, 8, False),
@@ -78,7 +78,7 @@ def test_the_smallest_interval_that_hides(now, traffic, current, step_ms, stall_
     [
         (145, 8, True),  # 35% of the call's time is 51 ms: S=8 needs 50
         (200, 5, True),
-        (70, 8, True),  # no S leaves 65% of it, but S=8 hides
+        (75, 8, True),  # no S leaves 65% of it, but S=8 hides
         (55, 8, False),
     ],
 )
@@ -106,11 +106,11 @@ def test_loads_of_calls(shares, interval, lag, expected):
 @pytest.mark.parametrize(
     "shares, step_ms, interval, hides",
     [
-        ([1 / 8] * 8, 70, 8, True),  # S=7 would need 54 ms on average, and 95 where two phases close
-        ([1 / 8] * 8, 140, 3, True),
-        ([1 / 8] * 8, 135, 4, True),  # S=3: 115 where three phases close
-        ([0.3] + [0.1] * 7, 105, 8, False),  # S=4 needs 82 on average and 131 with the large block; more than 89 at any S
-        ([0.3] + [0.1] * 7, 160, 4, True),
+        ([1 / 8] * 8, 75, 8, True),  # S=7 would need 54 ms on average, and 95 where two phases close
+        ([1 / 8] * 8, 170, 3, True),
+        ([1 / 8] * 8, 160, 4, True),  # S=3: 115 where three phases close
+        ([0.3] + [0.1] * 7, 105, 8, False),  # S=4 needs 82 on average and 131 with the large block; more than 74 at any S
+        ([0.3] + [0.1] * 7, 190, 4, True),
     ],
 )
 def test_what_closes_in_the_busiest_call_has_to_hide(shares, step_ms, interval, hides):

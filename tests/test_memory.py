@@ -59,6 +59,36 @@ def test_the_device_s_share_is_what_the_planner_says():
     optimizer.close()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("ratio", [0.1, 0.5])
+def test_a_gpu_holds_what_the_planner_says(ratio):
+    """Between steps all of it is state and staging memory, and beside them a step takes what gradients there are at once."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    named = [
+        (f"layers.{i}.weight", nn.Parameter(torch.full((2048, 2048), 0.1, dtype=torch.bfloat16, device="cuda")))
+        for i in range(24)
+    ]
+    gradient = torch.full((2048, 2048), 1e-3, dtype=torch.bfloat16, device="cuda")
+    config = ZenFlowConfig(update_interval=4, topk_ratio=ratio, select_interval=8, full_warm_up_rounds=2, block_numel=1 << 22)
+    plan = planner.plan(named, config)
+    weight = named[0][1].nbytes
+    held = torch.cuda.memory_allocated()
+    optimizer = ZenFlowAdamW(named, lr=1e-5, config=config)
+    for call in range(24):
+        if call == 20:
+            torch.cuda.reset_peak_memory_stats()
+        for _, param in named:
+            (param * gradient).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert optimizer.metrics()["reselections_total"] > 0
+    assert torch.cuda.memory_allocated() - held == pytest.approx(plan.device, rel=0.05)
+    products = 2 * weight  # what this loss's backward pass itself holds
+    assert torch.cuda.max_memory_allocated() - held < 1.05 * (plan.device + plan.device_gradients + products)
+    optimizer.close()
+
+
 @pytest.mark.parametrize(
     "settings",
     [

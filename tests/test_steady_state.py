@@ -61,9 +61,16 @@ def test_no_call_asks_for_a_number_or_makes_a_stream(monkeypatch, ratio):
 
 
 @pytest.mark.gpu
-def test_no_call_waits_for_the_device():
+def test_no_call_waits_for_the_device_makes_a_stream_or_takes_memory(monkeypatch):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    make, made = torch.cuda.Stream.__new__, []
+
+    def counted(kind, *args, **options):
+        if "stream_id" not in options:  # a name for one that is there
+            made.append(kind)
+        return make(kind, *args, **options)
+
     device = torch.device("cuda")
     params = [
         *(nn.Parameter(torch.randn(24, 16, device=device)) for _ in range(5)),
@@ -72,6 +79,9 @@ def test_no_call_waits_for_the_device():
     optimizer = ZenFlowAdamW(params, lr=1e-3, config=CONFIG)
     for call in range(CALLS):
         drawn = [torch.randn_like(param) for param in params]
+        if call == CALLS // 2:
+            monkeypatch.setattr(torch.cuda.Stream, "__new__", staticmethod(counted))
+            reserved = torch.cuda.memory_stats(device)["segment.all.allocated"]
         torch.cuda.set_sync_debug_mode("error" if call >= CALLS // 2 else "default")
         try:
             sum((param * grad).sum() for param, grad in zip(params, drawn, strict=True)).backward()
@@ -79,5 +89,7 @@ def test_no_call_waits_for_the_device():
             optimizer.zero_grad()
         finally:
             torch.cuda.set_sync_debug_mode("default")
+    assert not made
+    assert torch.cuda.memory_stats(device)["segment.all.allocated"] == reserved
     assert optimizer.metrics()["reselections_total"]
     optimizer.close()

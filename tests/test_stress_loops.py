@@ -360,7 +360,7 @@ def test_nothing_grows(place, device):
 
     def footprint() -> dict[str, int]:
         gc.collect()
-        on_cuda = place == "cuda"
+        on_cuda = device.type == "cuda"
         return dict(
             reserved=torch.cuda.memory_reserved() if on_cuda else 0,
             threads=threading.active_count(),
@@ -378,7 +378,7 @@ def test_nothing_grows(place, device):
 
     train(30)
     before, resident = footprint(), resident_bytes()
-    train(200 if place == "cuda" else 60)
+    train(200 if device.type == "cuda" else 60)
     assert footprint() == before
     assert resident_bytes() - resident < 16 << 20
     optimizer.close()

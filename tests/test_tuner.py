@@ -90,16 +90,16 @@ def test_a_device_that_is_soon_done_waits_for_the_launching_thread(lead, interva
 
 def test_the_first_decision_comes_after_the_warm_up_and_eight_calls():
     run = Run()
-    run.host = 0.2  # 128.6 ms per call at S=2, 95.2 at S=3, 78.6 at S=4
+    run.host = 0.2  # 128.6 ms per call at S=2, 78.6 at S=4, 68.6 at S=5
     run.play(FIRST - 1)
     assert (run.interval, run.changes, run.looks) == (2, [], 0)
     run.play(1)
-    assert run.changes == [(FIRST, 2, 4)]
+    assert run.changes == [(FIRST, 2, 5)]
     change = run.optimizer.interval_history[0]
     assert (change.step_ms, change.stall_ms) == (pytest.approx(100), pytest.approx(28.6, abs=0.1))
-    assert (change.host_ms_before, change.host_ms) == (pytest.approx(128.6, abs=0.1), pytest.approx(78.6, abs=0.1))
+    assert (change.host_ms_before, change.host_ms) == (pytest.approx(128.6, abs=0.1), pytest.approx(68.6, abs=0.1))
     assert 0 < change.rho < 1
-    assert (run.optimizer.metrics()["interval"], run.optimizer.metrics()["interval_changes"]) == (4, 1)
+    assert (run.optimizer.metrics()["interval"], run.optimizer.metrics()["interval_changes"]) == (5, 1)
     run.play(80)
     assert (run.changes[1:], run.looks) == ([], 4)  # two are metrics()'s own, one judges the choice
     run.optimizer.close()
@@ -112,14 +112,14 @@ def test_it_follows_the_times_and_looks_at_the_device_only_to_decide(caplog, mon
         run.play(FIRST)  # 64 of 100 ms
         run.play(100)  # nothing new
         assert (run.changes, run.looks) == ([], 1)
-        run.step = 0.04  # at S=6 31 of 40 ms
+        run.step = 0.04  # at S=8 27 of 40 ms
         run.play(13)  # four until it is noticed, nine marks
-        assert (run.changes, run.looks) == ([(FIRST + 113, 2, 6)], 2)
-        run.step = 0.2  # at S=1 114 of 200 ms
+        assert (run.changes, run.looks) == ([(FIRST + 113, 2, 8)], 2)
+        run.step = 0.25  # at S=1 114 of 250 ms
         run.play(63)
         assert run.looks == 2
         run.play(64)
-        assert [(before, after) for _, before, after in run.changes] == [(2, 6), (6, 1)]
+        assert [(before, after) for _, before, after in run.changes] == [(2, 8), (8, 1)]
     assert run.looks == 3
     assert [record.getMessage() for record in caplog.records if "->" in record.getMessage()] == [
         change.sentence() for change in run.optimizer.interval_history
@@ -201,9 +201,9 @@ def changing(run: Run) -> Run:
     run.play(FIRST)
     run.step = 0.04
     run.play(90)
-    run.step = 0.2
+    run.step = 0.25
     run.play(90)
-    assert [after for _, _, after in run.changes] == [6, 1]
+    assert [after for _, _, after in run.changes] == [8, 1]
     run.optimizer.set_update_interval(3)
     run.play(10)
     return run
@@ -238,9 +238,9 @@ def test_a_resumed_run_keeps_its_record_and_goes_on():
     first.play(90)
     state = copy.deepcopy(first.optimizer.state_dict())
     cut = len(first.seen)
-    first.step = 0.2
+    first.step = 0.25
     first.play(90)
-    assert [after for _, _, after in first.changes] == [6, 1]
+    assert [after for _, _, after in first.changes] == [8, 1]
 
     resumed = Run(made_up=False, config=repeating(first))
     earlier = copy.deepcopy(state)
@@ -254,10 +254,10 @@ def test_a_resumed_run_keeps_its_record_and_goes_on():
 
     free = Run()
     free.optimizer.load_state_dict(state)
-    assert free.interval == 6
-    free.step = 0.2
+    assert free.interval == 8
+    free.step = 0.25
     free.play(90)
-    assert [after for _, _, after in free.changes] == [6, 1]
+    assert [after for _, _, after in free.changes] == [8, 1]
     free.optimizer.close()
     assert_identical(resumed.finish(), first.finish()[cut:], "resumed")
 
@@ -385,10 +385,10 @@ def test_the_host_has_all_threads_only_while_it_is_measured():
     keep_pace, worker.keep_pace = worker.keep_pace, lambda *how: (held.append(how[-1]), keep_pace(*how))
     run.play(FIRST)
     assert all(held[:-1]), "until the first decision"
-    assert run.changes == [(FIRST, 2, 4)]
+    assert run.changes == [(FIRST, 2, 5)]
     held.clear()
     run.play(100)
     first = held.index(True)
     assert APART - 2 * CALLS < first < APART - CALLS, "which is judged once more"
-    assert sum(held) <= CALLS + 4 + 1
+    assert sum(held) <= CALLS + 5 + 1
     run.optimizer.close()

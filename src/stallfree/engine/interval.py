@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-HEADROOM = 0.85  # of the calls' time may be host work: copies share the memory bus, and calls differ
+HEADROOM = 0.7  # of the calls' time may be host work: copies share the memory bus, and calls differ
 CALM = 0.35  # of it where training is launch-bound: the host at work slows the launching thread
 SPARE = 1.25  # a smaller S has to fit with this much to spare, so that S does not go back and forth
 STALLED = 0.05  # of a call's time: what stalls more needs a larger S, whatever the host's own time says
