@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import pytest
+import torch
 
 from stallfree import ZenFlowConfig
 
@@ -131,6 +132,14 @@ def test_stronghold_refuses_what_it_cannot_keep(setting):
 
 
 # Forms
+
+
+def test_torch_s_own_name_of_a_type_is_the_same_setting():
+    config = ZenFlowConfig(moments_dtype=torch.bfloat16)
+    assert config == ZenFlowConfig(moments_dtype="bfloat16")
+    assert ZenFlowConfig.from_json(config.to_json()) == config
+    with pytest.raises(ValueError, match=r"moments_dtype must be .*; got 'float16'"):
+        ZenFlowConfig(moments_dtype=torch.float16)
 
 
 CONFIGS = [

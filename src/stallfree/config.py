@@ -118,6 +118,8 @@ class ZenFlowConfig:
     def __post_init__(self) -> None:
         if self.preset not in PRESETS:
             raise ValueError(f"preset {self.preset!r} is unknown; there are: {', '.join(PRESETS)}")
+        name = str(self.moments_dtype).removeprefix("torch.")  # a torch.dtype is welcome
+        object.__setattr__(self, "moments_dtype", name)
         given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         object.__setattr__(self, "_given", {name: value for name, value in given.items() if value is not None})
         if isinstance(self.interval_schedule, Mapping):

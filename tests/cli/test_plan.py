@@ -116,6 +116,13 @@ def test_a_line_for_each_mode(plan):
         assert line in lines, "docs/plan.md shows what the command prints"
 
 
+@pytest.mark.parametrize("modes, expected", [(["device"], 1), (["device", "stallfree"], 0)])
+def test_the_exit_code_says_whether_any_mode_fits(plan, modes, expected):
+    code, lines, _ = plan("--model", "7b", "--gpu-memory", 80, "--host-memory", 200, "--modes", *modes)
+    assert code == expected
+    assert any("no: GPU 47.7 short" in line for line in lines)
+
+
 def test_a_narrow_terminal_shows_the_sums(plan, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "80")

@@ -88,19 +88,22 @@ class Need:
     def host(self) -> int:
         return self.plan.host * self.ranks
 
+    def missing(self, gpu: int | None, host: int) -> dict[str, int]:
+        """Bytes, by where."""
+        short = {"GPU": 0 if gpu is None else self.gpu - gpu, "host": self.host - host}
+        return {where: size for where, size in short.items() if size > 0}
+
     def verdict(self, gpu: int | None, host: int) -> str:
         """Whether it fits, and what is left: on the GPU for activations."""
-        left = {"GPU": None if gpu is None else gpu - self.gpu, "host": host - self.host}
-        missing = [f"{where} {_gib(-size)} short" for where, size in left.items() if size is not None and size < 0]
-        if missing:
-            return f"no: {', '.join(missing)}"
+        if missing := self.missing(gpu, host):
+            return f"no: {', '.join(f'{where} {_gib(size)} short' for where, size in missing.items())}"
         tight = self.host > SPARE * host
         on_gpu = "GPU unknown" if gpu is None else f"GPU {_gib(gpu - self.gpu)} left"
         return f"{'tight' if tight else 'fits'}: {on_gpu}, host {_gib(host - self.host)}"
 
 
 def make_plan(settings: PlanSettings) -> int:
-    """Print one line per mode. Returns the exit code.
+    """Print one line per mode. Returns the exit code: 1 if none fits.
 
     Raises:
         UsageError: for anything wrong with the input.
@@ -114,7 +117,7 @@ def make_plan(settings: PlanSettings) -> int:
     console.print(f"{settings.model}: {sizes}. GiB{shared}; bus: in a step\n")
     _show(needs, gpu, host, narrow=console.is_terminal and console.width < WIDTH)
     console.print(f"\nThere is: {there}, {_gib(host)} on the host. Activations come on top; docs/plan.md explains.")
-    return 0
+    return int(all(need.missing(gpu, host) for need in needs.values()))
 
 
 def work_out(settings: PlanSettings, host: int) -> tuple[int, dict[str, Need]]:
