@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 
 from stallfree.cli.bench.environment import environment
-from stallfree.cli.bench.measure import LocalRunner, host_bytes
+from stallfree.cli.bench.measure import REHEARSAL, LocalRunner, host_bytes
 from stallfree.cli.bench.modes import ADAMW, FLOOR, LR, Mode, Training, WithOptimizer, build_training, parse_mode
 from stallfree.cli.bench.peers import WithDeepSpeed, deepspeed_settings
 from stallfree.cli.bench.records import MIB, Result, Round, row
@@ -127,7 +127,7 @@ class Benchmark:
         self.settings, self.output, self.command = settings, output, command
         config = model_config(settings)
         rehearsal = ShardedRunner(Mode(FLOOR, FLOOR), config, settings)
-        rehearsal.build()
+        rehearsal.build(REHEARSAL)
         rehearsal.close()
         self.parameters = sum(param.numel() for param in build_model(config, settings, "meta").parameters())
         of_peers = settings.of_peers()

@@ -96,6 +96,18 @@ def test_one_number_for_all_gradients_is_there_once_and_waits_for_nothing(device
     assert first is second
 
 
+def test_a_number_that_is_too_large_skips_the_call(device):
+    """As inf does, which it is in fp32."""
+    setting = Setting(device)
+    before = setting.weights()
+    setting.backward(setting.draw())
+    for p in setting.params[:2]:
+        p.grad.mul_(1e39)
+    setting.step()
+    assert setting.optimizer.metrics()["skipped_steps"] == 1
+    assert_equal(setting.weights(), before)
+
+
 def test_a_loss_scaled_by_the_user_and_unscaled_again(device):
     """fp16 without a GradScaler: a thousand times the loss, a thousandth of the gradient."""
     setting = Setting(device, torch.float16)

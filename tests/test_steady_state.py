@@ -81,7 +81,7 @@ def test_no_call_waits_for_the_device_makes_a_stream_or_takes_memory(monkeypatch
         drawn = [torch.randn_like(param) for param in params]
         if call == CALLS // 2:
             monkeypatch.setattr(torch.cuda.Stream, "__new__", staticmethod(counted))
-            reserved = torch.cuda.memory_stats(device)["segment.all.allocated"]
+            segments = torch.cuda.memory_stats(device)["segment.all.allocated"]
         torch.cuda.set_sync_debug_mode("error" if call >= CALLS // 2 else "default")
         try:
             sum((param * grad).sum() for param, grad in zip(params, drawn, strict=True)).backward()
@@ -90,6 +90,6 @@ def test_no_call_waits_for_the_device_makes_a_stream_or_takes_memory(monkeypatch
         finally:
             torch.cuda.set_sync_debug_mode("default")
     assert not made
-    assert torch.cuda.memory_stats(device)["segment.all.allocated"] == reserved
+    assert torch.cuda.memory_stats(device)["segment.all.allocated"] == segments
     assert optimizer.metrics()["reselections_total"]
     optimizer.close()

@@ -18,7 +18,7 @@ TOKENS = 8 * 1024  # of a GPU and step
 WORLDS = (1, 2, 8, 64, 1024)
 INTERVALS = (1, 2, 4, 8)
 HIDDEN = 1.01  # times the step with a host and copies up that take no time: no more is called hidden
-ROOM = 0.85  # of a step may be host work at most: `update_interval="auto"` plans with less (engine/interval.py)
+ROOM = 0.85  # of a step that host work or a copy may take before fewer tokens are said not to do
 
 # Measured on one H200 with its host: benchmarks/results/step-h200-2026-11-29.md
 FORWARD = 0.36  # of forward and backward: 37 to 42 of 107 to 113 ms

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +25,8 @@ PASSES = 4  # microbatches
 LIMIT = 1.0  # of the norm
 SCHEDULES = {one.__name__: one for one in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B)}
 INTERLEAVED = "ScheduleInterleaved1F1B"
+PAGE = Path(__file__).parents[2] / "docs" / "fsdp.md"
+NAN = "    norm = torch.where(norm.isfinite(), norm, torch.nan)\n"  # a line there
 
 
 class Stage(nn.Module):
@@ -53,8 +58,12 @@ class Part:
         self.number, self.mesh = number, mesh
         self.stage, self.twin = Stage(number), Stage(number)
         options = dict(mesh=mesh["dp"], reshard_after_forward=number % 2 == 1)
-        for layer in self.stage.layers:
+        self.seen: list[list[Tensor]] = [[] for _ in self.stage.layers]  # weights that forward passes have computed with
+        for layer, seen in zip(self.stage.layers, self.seen, strict=True):
             fully_shard(layer, **options)
+            layer.register_forward_pre_hook(
+                lambda layer, _, seen=seen: seen.append([p.detach().clone() for p in layer.parameters()])
+            )
         fully_shard(self.stage, **options)
         self.adamw = torch.optim.AdamW(self.twin.parameters(), lr=LR)
 
@@ -69,6 +78,14 @@ class Part:
 
     def weights(self) -> list[Tensor]:
         return weights(self.stage)
+
+    def check_seen(self, published: list[Tensor]) -> None:
+        """Each microbatch has computed with what was published, and with nothing that was gathered before."""
+        for passes in zip(*self.seen, strict=True):
+            equal([weight for layer in passes for weight in layer], published, f"stage {self.number} in forward")
+        assert min(map(len, self.seen)) >= PASSES, "and the first call asks for shapes"
+        for seen in self.seen:
+            seen.clear()
 
     def compare(self, calls: int) -> None:
         for actual, (name, expected) in zip(self.weights(), self.twin.named_parameters(), strict=True):
@@ -115,15 +132,13 @@ class Pipeline:
         self.schedule.step(*([x] if self.first else []), **target)
 
     def clip(self, skips: bool) -> Tensor:
-        """To the norm of all stages. skips: where it is inf, it becomes nan."""
-        params = [param for part in self.parts for param in part.stage.parameters()]
-        norm = torch.nn.utils.get_total_norm([param.grad for param in params if param.grad is not None])
-        square = norm.full_tensor().square()
-        dist.all_reduce(square, group=self.mesh["pp"].get_group())
-        norm = square.sqrt()
-        if skips:
-            norm = torch.where(norm.isfinite(), norm, torch.nan)
-        torch.nn.utils.clip_grads_with_norm_(params, LIMIT, norm)
+        """To the norm of all stages, as docs/fsdp.md shows. skips: where it is inf, it becomes nan."""
+        (code,) = re.findall(r"```python\n(def clip_over_stages.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+        assert code.count(NAN) == 1
+        scope = {"torch": torch}
+        exec(code if skips else code.replace(NAN, ""), scope)
+        params = (param for part in self.parts for param in part.stage.parameters())
+        norm: Tensor = scope["clip_over_stages"](params, LIMIT, self.mesh["pp"].get_group())
         return norm
 
     def step(self) -> None:
@@ -155,7 +170,10 @@ def trains(rank, schedule, together):
     for call in range(CALLS):
         for part in pipeline.parts:
             part.give(call)
+        published = [part.weights() for part in pipeline.parts]
         pipeline.backward()
+        for part, there in zip(pipeline.parts, published, strict=True):
+            part.check_seen(there)
         assert {type(gradient_of(param)) for param in matrices} == {StagedGradient}, "staged before step()"
         norms = [torch.nn.utils.clip_grad_norm_(twins, LIMIT).item() for twins in pipeline.trained]
         pipeline.step()
@@ -275,7 +293,9 @@ def test_a_resumed_pipeline_is_bit_identical(two, tmp_path):
 
 
 def refuses(rank):
-    with pytest.raises(RuntimeError, match=r"DistributedDataParallel.*fully_shard\(model\).*pipeline stage.*size 1"):
+    with pytest.raises(
+        RuntimeError, match=r"DistributedDataParallel.*fully_shard\(model\).*pipeline stage.*be it one"
+    ):
         ZenFlowAdamW(Stage(rank).named_parameters(), lr=LR)
 
 

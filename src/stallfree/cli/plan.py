@@ -89,7 +89,7 @@ class Need:
         return self.plan.host * self.ranks
 
     def missing(self, gpu: int | None, host: int) -> dict[str, int]:
-        """Bytes, by where."""
+        """Bytes short, by place; empty if it fits as far as is known."""
         short = {"GPU": 0 if gpu is None else self.gpu - gpu, "host": self.host - host}
         return {where: size for where, size in short.items() if size > 0}
 

@@ -13,7 +13,7 @@ from stallfree.engine.gradient import Staged
 if TYPE_CHECKING:
     from stallfree.engine.pipeline import Engine
 
-NO_TENSOR = -1  # for the version of a number
+VERSION_OF_A_NUMBER = -1  # no tensor has it
 
 
 class Handles:
@@ -62,12 +62,17 @@ class Handles:
             if version is not None and last is not None and last[1] is by and last[2] == version:
                 return last[3]
             number = torch.as_tensor(by, dtype=torch.float32, device=self.engine.device).reshape(())
+            product = number.clone() if factor is None else factor * number
         else:
-            version = NO_TENSOR
+            version = VERSION_OF_A_NUMBER
             if last is not None and last[2] == version and last[1] == by:
                 return last[3]
-            number = torch.full((), by, dtype=torch.float32, device=self.engine.device)  # a copy would wait for the device
-        product = number.clone() if factor is None else factor * number
+            rounded = torch.as_tensor(by, dtype=torch.float32, device="cpu").item()  # inf, if it is too large
+            product = torch.full(
+                (), rounded, dtype=torch.float32, device=self.engine.device
+            )  # a copy would wait for the device
+            if factor is not None:
+                product *= factor
         self._scaling = (factor, by, version, product)
         return product
 

@@ -74,7 +74,7 @@ def check_ranks(named: Named) -> None:
         raise RuntimeError(
             f"plain (unsharded) parameters in a job of several processes, {plain[0]} among them: DistributedDataParallel would "
             "keep a full copy of the host state on every rank. Use torch.distributed.fsdp.fully_shard(model) (docs/fsdp.md), "
-            "of a pipeline stage over its data-parallel ranks, be it a mesh of size 1, and build the optimizer after it"
+            "and build the optimizer after it. A pipeline stage is sharded too, over its data-parallel ranks, be it one"
         )
 
 

@@ -48,7 +48,7 @@ def commit_of(file: Path) -> str | None:
     git = ["git", "-C", str(file.parent)]
     if not _said_by([*git, "ls-files", file.name]):  # installed, be it inside a tree of something else
         return None
-    return _said_by([*git, "describe", "--always", "--dirty"]).strip() or None
+    return _said_by([*git, "describe", "--always", "--dirty", "--exclude=*"]).strip() or None
 
 
 def _said_by(command: list[str]) -> str:

@@ -33,12 +33,12 @@ class LocalRunner:
         self.on_gpu = settings.device == "cuda"
         self.training: Training | None = None
 
-    def build(self) -> Footprint:
-        """Model, optimizer and warm-up: of the floor, which has none, the steps after which libraries are loaded."""
+    def build(self, warm_up: int | None = None) -> Footprint:
+        """Model, optimizer and warm-up."""
         host, machine, device = self._host(), psutil.virtual_memory().available, self._allocated()
         self._reset_peak()
         self.training, parameters = self._prepare()
-        for _ in range(REHEARSAL if self.mode.name == FLOOR else self.settings.warm_up):
+        for _ in range(self.settings.warm_up if warm_up is None else warm_up):
             self.training.step()
         self._synchronize()
         self.resting = self._allocated() - device
@@ -138,7 +138,7 @@ def rehearse(config: Any, settings: BenchSettings) -> Footprint:
     """The floor, built and given up: afterwards no mode's memory or time has a library's first use in it."""
     runner = LocalRunner(Mode(FLOOR, FLOOR), config, settings)
     try:
-        return runner.build()
+        return runner.build(REHEARSAL)
     finally:
         runner.close()
 

@@ -157,7 +157,7 @@ class Bench:
             result = self.results[mode.text]
             result.footprint = result.footprint or footprint
             if footprint.warming_up:
-                result.note = f"was still warming up after {runner.settings.warm_up} steps: raise --warm-up"
+                result.note = f"was still warming up after {self.settings.warm_up} steps: raise --warm-up"
 
     def _round(self, text: str) -> None:
         with self._dropping_out(text):

@@ -35,7 +35,7 @@ class BenchSettings(BaseModel):
     )
     rounds: int = setting(5, "Rounds, in each of which every mode takes its turn.", ge=1)
     steps: int = setting(40, "Measured steps of a mode per round.", ge=1)
-    warm_up: int = setting(12, "Steps of each mode but the floor before the first round.", ge=1)
+    warm_up: int = setting(12, "Steps of each mode before the first round.", ge=1)
     peer_steps: int | None = setting(
         None, "Measured steps of another library per round: some take nine times as long.", shown="as --steps", ge=1
     )
@@ -63,7 +63,7 @@ class BenchSettings(BaseModel):
         return value
 
     def of_peers(self) -> BenchSettings:
-        """What holds for other libraries."""
+        """These, with the steps that other libraries take."""
         return self.model_copy(update={"steps": self.peer_steps or self.steps, "warm_up": self.peer_warm_up or self.warm_up})
 
 
