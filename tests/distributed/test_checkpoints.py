@@ -335,3 +335,20 @@ def whole_state(rank):
 def test_state_is_shaped_and_placed_like_parameters(two):
     first, second = two.run(whole_state)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def asks_before_the_first_call(rank):
+    run, other = (Run.of("sharded", PRESETS["stallfree"]) for _ in range(2))
+    before = weights(run.model)
+    model, optimizer = get_state_dict(run.model, run.optimizer)
+    set_state_dict(run.model, run.optimizer, model_state_dict=model, optim_state_dict=optimizer)
+    assert run.optimizer.metrics()["call"] == 0
+    equal(weights(run.model), before, "asked for its state")
+    equal([*run.play(9), run.flushed()], [*other.play(9), other.flushed()], "what follows")
+    run.optimizer.close()
+    other.optimizer.close()
+
+
+def test_to_ask_for_the_state_of_a_new_optimizer_is_no_step(two):
+    """Torch takes one, with zero gradients and a learning rate of 0, where there is no state yet."""
+    two.run(asks_before_the_first_call)
