@@ -1,6 +1,6 @@
 """ZenFlowAdamW over several GPUs, with fully_shard: `torchrun --nproc-per-node 8 fsdp.py DIRECTORY TEXT_FILE`.
 
-Started again with the same output directory it goes on where it stopped. Without GPUs it runs on the CPU.
+Started again with the same output directory, and on as many GPUs, it goes on where it stopped. Without GPUs it runs on the CPU.
 """
 
 import argparse

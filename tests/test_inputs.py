@@ -22,6 +22,21 @@ def needs_cuda(test):
     return NEEDS_CUDA[0](NEEDS_CUDA[1](test))
 
 
+@pytest.mark.parametrize("trained", [0, 1, 2])
+def test_an_optimizer_of_parameters_that_nobody_trains_says_so_once(caplog, trained):
+    """As one that was built before fully_shard, which replaces them. trained: how many of two do have gradients."""
+    params = [parameter(4, 6), parameter(3)]
+    optimizer = ZenFlowAdamW([*params], **SMALL)
+    for _ in range(6):
+        backward(params[2 - trained :], [torch.ones_like(param) for param in params[2 - trained :]])
+        optimizer.step()
+        optimizer.zero_grad()
+    warned = [record.getMessage() for record in caplog.records if "has a gradient in call 3" in record.getMessage()]
+    assert len(warned) == (not trained)
+    assert all("built before fully_shard" in message for message in warned)
+    optimizer.close()
+
+
 def parameter(*shape: int, dtype: torch.dtype = torch.float32, device="cpu") -> nn.Parameter:
     return nn.Parameter(torch.ones(shape or (4, 6), dtype=dtype, device=device))
 

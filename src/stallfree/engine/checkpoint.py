@@ -178,7 +178,9 @@ def _match(
         ours, theirs = group.get("param_names"), saved.get("param_names")
         if ours and theirs and ours != theirs:
             other = next((a, b) for a, b in zip(ours, theirs, strict=True) if a != b)
-            raise ValueError(f"the state_dict is of another model: where this one has {other[0]}, it has {other[1]}")
+            raise ValueError(
+                f"the state_dict is of another model: where this one has {other[0]}, it has {other[1]} (another stage's?)"
+            )
     entries: dict[nn.Parameter, Entry] = {}
     numbers = [number for saved in saved_groups for number in saved["params"]]
     for (name, param), number in zip(named, numbers, strict=True):

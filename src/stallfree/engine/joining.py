@@ -74,7 +74,8 @@ def check_ranks(named: Named) -> None:
         raise RuntimeError(
             f"plain (unsharded) parameters in a job of several processes, {plain[0]} among them: DistributedDataParallel would "
             "keep a full copy of the host state on every rank. Use torch.distributed.fsdp.fully_shard(model) (docs/fsdp.md), "
-            "and build the optimizer after it. A pipeline stage is sharded too, over its data-parallel ranks, be it one"
+            "on the whole model, root included, and build the optimizer after it. A pipeline stage: fully_shard(stage, "
+            'mesh=mesh["dp"]), also where that is one rank'
         )
 
 

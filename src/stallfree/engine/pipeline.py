@@ -6,6 +6,7 @@ residents and selected channels, close windows. Nothing here decides by timing; 
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
@@ -45,6 +46,10 @@ from stallfree.kernels.queue import FORKED
 from stallfree.kernels.replay import ReplayJob
 from stallfree.kernels.windows import Call, HostExchange, WindowWork
 from stallfree.telemetry.meter import Meter
+
+FRUITLESS = 3  # calls without a gradient after which somebody should know
+
+logger = logging.getLogger("stallfree")
 
 
 class Engine:
@@ -146,6 +151,12 @@ class Engine:
         self.link.begin_call(at_once=self.config.lag == 0)
         staged = [gradient for block in self.blocks for gradient in block.staged]
         present = [group.gather() for group in self.groups]
+        if self.clock.call == FRUITLESS and not any(map(any, present)) and all(gradient is None for gradient in staged):
+            logger.warning(
+                "no parameter of this optimizer has a gradient in call %d: was it built before fully_shard, or before "
+                "something else that replaced the model's parameters? Build it afterwards, from model.named_parameters()",
+                FRUITLESS,
+            )
         skip, factors, record = self.judge(staged, self.sums)
         settings = _settings(self.ids, staged, hypers)
         self.publishing.publish_due(self.blocks, self.clock.call)
