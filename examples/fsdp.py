@@ -46,10 +46,10 @@ def state() -> dict:
     return {"model": weights, "optimizer": moments}
 
 
-checkpoint = arguments.output / "checkpoint"
-if checkpoint.exists():
+whole = [path.parent for path in arguments.output.glob("checkpoint-*/.metadata")]  # which is written last
+if whole:
     loaded = state()
-    dcp.load(loaded, checkpoint_id=checkpoint)
+    dcp.load(loaded, checkpoint_id=max(whole, key=lambda path: int(path.name.split("-")[1])))
     set_state_dict(model, optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
 
 for step in range(optimizer.metrics()["call"], arguments.steps):
@@ -61,6 +61,6 @@ for step in range(optimizer.metrics()["call"], arguments.steps):
     if rank == 0:
         print(f"step {step + 1}: loss {loss.item():.4f}")
 
-dcp.save(state(), checkpoint_id=checkpoint)
+dcp.save(state(), checkpoint_id=arguments.output / f"checkpoint-{optimizer.metrics()['call']}")  # over no other
 optimizer.flush()  # the model now holds exactly what AdamW gives
 dist.destroy_process_group()

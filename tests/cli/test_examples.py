@@ -67,3 +67,5 @@ def test_fsdp_runs_on_two_ranks_and_goes_on(tiny, tmp_path):
         )
         assert done.returncode == 0, done.stderr
         assert [line.split(":")[0].split()[1] for line in done.stdout.splitlines() if "loss" in line] == printed
+        assert (tmp_path / "output" / f"checkpoint-{steps}" / ".metadata").is_file()
+    assert (tmp_path / "output" / "checkpoint-3" / ".metadata").is_file()
