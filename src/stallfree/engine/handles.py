@@ -68,9 +68,8 @@ class Handles:
             if last is not None and last[2] == version and last[1] == by:
                 return last[3]
             rounded = torch.as_tensor(by, dtype=torch.float32, device="cpu").item()  # inf, if it is too large
-            product = torch.full(
-                (), rounded, dtype=torch.float32, device=self.engine.device
-            )  # a copy would wait for the device
+            # Not a copy of it, which would wait for the device.
+            product = torch.full((), rounded, dtype=torch.float32, device=self.engine.device)
             if factor is not None:
                 product *= factor
         self._scaling = (factor, by, version, product)
